@@ -37,6 +37,7 @@ from lamella_files import (
     records,
     storage_records,
     stored_tensor,
+    unreadable,
     unsafe_types,
     whole_box,
 )
@@ -83,7 +84,7 @@ class TorchFile:
         except CheckpointDamaged:
             raise
         except Exception as error:  # Malformed values can raise any exception.
-            raise _damaged(self.path, error) from error
+            raise unreadable(self.path, error) from error
         if parts:
             raise RankPart(str(path), parts)
 
@@ -135,7 +136,7 @@ class TorchFile:
             if not _kinds(value):
                 return value
         except RecursionError as error:
-            raise _damaged(self.path, error) from error
+            raise unreadable(self.path, error) from error
         needed = [self._files[record_name] for record_name in storage_records(value) if record_name in self._files]
         self._verify_records({record: f"{name} ({record.name})" for record in needed})
         node: Any = self._read_by_torch
@@ -165,7 +166,7 @@ class TorchFile:
                     content = read_record(file, files["data.pkl"])
                     return read_pickle(content, knows=lambda *_: True), files
         except Exception as error:  # A garbage file can raise any exception.
-            raise _damaged(self.path, error) from error
+            raise unreadable(self.path, error) from error
         self._verify_records({record: record.name for record in files.values()})
         return self._read_by_torch, {}
 
@@ -177,7 +178,7 @@ class TorchFile:
         except Exception as error:
             if not self._trust and (unknown := unsafe_types(self.path, error)):
                 raise CheckpointUntrusted(str(self.path), unknown) from None
-            raise _damaged(self.path, error) from error
+            raise unreadable(self.path, error) from error
 
     def _dict_of(self, root: object) -> dict[Any, Any]:
         if isinstance(root, Inert) and stored_tensor(root, self._files) is None:
@@ -240,7 +241,7 @@ def archive_records(path: Path) -> dict[str, Record]:
         if files:
             check_places(path, files)
     except Exception as error:  # A garbage file can raise any exception.
-        raise _damaged(path, error) from error
+        raise unreadable(path, error) from error
     return files
 
 
@@ -250,10 +251,6 @@ def whole_read(path: Path, record: Record, name: str) -> ItemRead:
     return ItemRead(
         name=name, item=DcpItem(path.name, 0, record.start + record.length), sizes=all_bytes.shape, found=all_bytes
     )
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointDamaged:
-    return CheckpointDamaged(str(path), f"{type(error).__name__}: {error}")
 
 
 def _copy(request: Wanted, tensor: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from lamella_files._archives.metadata import DcpItem
 from lamella_files._archives.torch_zip import FileSlice, Record, checksum, plain_data, records
 from lamella_files._base.errors import CheckpointDamaged, CheckpointUntrusted
 from lamella_files._base.pickles import PickleTooLarge, check_size
+from lamella_files._base.small_files import reason
 
 Expected = Callable[[DcpItem], int | None]
 """The CRC-32 recorded for an item; None if the writer recorded none (torch's archive may have one)."""
@@ -117,7 +118,7 @@ def check_content(file: Path, name: str, item: DcpItem, content: BinaryIO, expec
 
 def damaged(file: Path, name: str, error: Exception) -> CheckpointDamaged:
     """An exception of a read as an error that names the file and the entry."""
-    return CheckpointDamaged(str(file), f"{name!r}: {type(error).__name__}: {error}")
+    return CheckpointDamaged(str(file), f"{name!r}: {reason(error)}")
 
 
 def check_equal(file: Path, name: str, expected: tuple[int, int], got: tuple[int, int]) -> None:

@@ -86,4 +86,10 @@ def file_size(directory: Path, file: str) -> int:
 
 def unreadable(file: Path, error: Exception) -> CheckpointDamaged:
     """An exception of a read as an error that names the file."""
-    return CheckpointDamaged(str(file), f"{type(error).__name__}: {error}")
+    return CheckpointDamaged(str(file), reason(error))
+
+
+def reason(error: Exception) -> str:
+    """An exception of a read as text, without torch's advice to run the code of a file that its reader refuses."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].partition("\n\nCheck the documentation of torch.load")[0]
+    return f"{type(error).__name__}: {text.strip()}"
