@@ -23,7 +23,8 @@ from lamella._processes.placement import place
 from lamella._training.optimizer import learning_rate
 from lamella._training.preparation import prepare
 from lamella.cli import main
-from lamella_checkpoint import load
+from lamella_checkpoint import CheckpointMismatch, load, save
+from lamella_optim import MuonAndAdam
 from lamella_transformers import build_model, target_losses
 
 NUM_STEPS = 20
@@ -99,6 +100,26 @@ def test_a_run_resumes_to_the_same_bits_and_on_other_ranks(muon_config: Config, 
     expected = dict(run.losses)
     assert train(config, 2).losses == expected
     assert train(config, 3).losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_of_muon", [(1, 2), (2, 1)])
+def test_a_matrix_that_the_other_optimizer_stepped_before_the_save_is_refused(
+    tmp_path: Path, num_of_muon: tuple[int, int]
+) -> None:
+    model = nn.ParameterList(torch.eye(3, 2) for _ in range(3))
+
+    def optimizer_of(num_matrices: int) -> MuonAndAdam:
+        matrices = {*list(model)[:num_matrices]}
+        return MuonAndAdam([{"params": model.parameters()}], is_matrix=matrices.__contains__, muon={}, adam={})
+
+    optimizer, other = map(optimizer_of, num_of_muon)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointMismatch, match="optimizer.state.1.* absent from the checkpoint, a slot here"):
+        load(tmp_path / "a", model=model, optimizer=other)
+    load(tmp_path / "a", model=model, optimizer=optimizer)
 
 
 def test_the_exported_folder_has_the_weights_of_the_run(run: Run, tmp_path: Path) -> None:
