@@ -154,6 +154,23 @@ def test_dequantised_values_are_data_times_scales(recipe: Float8Recipe | MXFP8Re
     assert error.max() < 2**-3
 
 
+@pytest.mark.parametrize("recipe", [*FLOAT8, MXFP8Recipe()], ids=repr)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_no_number_of_a_block_with_nan_or_infinity_is_taken_for_another(
+    recipe: Float8Recipe | MXFP8Recipe, number: float
+) -> None:
+    weight = torch.ones(64, 64)
+    weight[9, 9] = number
+    recipe = replace(recipe, compute_dtype=torch.float32)
+    payloads, scales = _encoded(recipe, weight, 2)
+    values = recipe.decode(payloads, weight.shape, scales) + 0
+    height, width = (1, 32) if isinstance(recipe, MXFP8Recipe) else recipe.block
+    rows, columns = slice(9 // (height or 64) * (height or 64), None), slice(9 // (width or 64) * (width or 64), None)
+    block = values[rows, columns][: height or 64, : width or 64]
+    assert block.isnan().all()
+    assert (values == 1.0).sum() == values.numel() - block.numel()
+
+
 def test_delayed_scales_follow_the_latest_amaxes_and_ignore_a_second_measurement_of_the_same_weight() -> None:
     recipe = Float8Recipe(num_past_amaxes=2)
     scales, past = torch.empty(1), torch.full((2, 1), -1.0)

@@ -44,8 +44,8 @@ def write_scales(
 
 def exponents_for(scales: torch.Tensor) -> torch.Tensor:
     """Biased exponents (int32, 1 to 254) of positive normal fp32 numbers rounded up to powers of two; NaN, inf: 255."""
-    # On bits, since neither `log2` nor `pow` is exact on every device.
-    return ((scales.view(torch.int32) & 0x7FFFFFFF) + 0x7FFFFF) >> 23
+    # On bits, since neither `log2` nor `pow` is exact on every device. Rounded up, the bits of NaN would overflow.
+    return ((scales.view(torch.int32) & 0x7FFFFFFF).clamp_max(0x7F800000) + 0x7FFFFF) >> 23
 
 
 def power_of(exponents: torch.Tensor) -> torch.Tensor:
