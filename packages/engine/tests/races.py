@@ -180,7 +180,7 @@ def _plain(value: object) -> Iterator[torch.Tensor]:
 def _all_reduce(self: LocalTransport, tensors: Any, op: ReduceOp) -> Pending:
     """In place of a single rank's, which touches nothing."""
     for tensor in tensors:
-        tensor.mul_(1.0)
+        tensor.mul_(1)
     return self.all_gather([])
 
 

@@ -166,6 +166,21 @@ def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool
     run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("row", [0, 15])
+def test_a_nan_on_any_rank_encodes_as_on_one_rank(row: int) -> None:
+    """A MAX over gloo keeps the first of two numbers where one is NaN."""
+
+    def values() -> list[float]:
+        weights = torch.linspace(1.0, 8.0, 256).view(16, 16)
+        weights[row, 0] = float("nan")
+        model = nn.Sequential(nn.Linear(16, 16, bias=False))
+        model.load_state_dict({"0.weight": weights})
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=matrices_of(model, RECIPES["tensor"])))
+        return cast(list[float], model(torch.eye(16)).flatten().tolist())
+
+    assert str(run_ranks(values, 2)) == str(2 * run_ranks(values, 1))
+
+
 @pytest.mark.parametrize("num_past", [0, 2])
 def test_scales_stay_during_a_backward_that_gathers_a_unit_twice(num_past: int) -> None:
     class GatheredTwice(nn.Module):

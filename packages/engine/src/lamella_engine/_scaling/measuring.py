@@ -51,7 +51,9 @@ def _refresh(groups: Iterable[ScaledGroup]) -> None:
         amaxes = joined([scales.amaxes for scales_of_recipe in by_recipe.values() for scales in scales_of_recipe])
         for transport in transports[axes]:
             if transport is not None:
-                transport.all_reduce([amaxes], dist.ReduceOp.MAX).wait()
+                # Bits of non-negative numbers have the order of the numbers, and NaN's come last: a MAX of floats may
+                # drop NaN, by the order of the ranks.
+                transport.all_reduce([amaxes.view(torch.int32)], dist.ReduceOp.MAX).wait()
         numels = [sum(len(scales.amaxes) for scales in scales_of_recipe) for scales_of_recipe in by_recipe.values()]
         for scales_of_recipe, recipe_amaxes in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
             rescale(scales_of_recipe, recipe_amaxes)
