@@ -70,6 +70,47 @@ def test_delayed_scales_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -
         assert fresh != expected
 
 
+@pytest.mark.parametrize("block", [(None, None), (1, None)])
+def test_delayed_scales_of_weights_that_start_as_zeros_serve_their_first_values_and_go_on_from_a_checkpoint(
+    block: Any,
+) -> None:
+    recipe = Float8Recipe(block, num_past_amaxes=4, compute_dtype=FP32)
+
+    def run(num_steps: int, *saved: Any) -> tuple[list[float], nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+        with torch.no_grad():
+            model.get_parameter("0.weight")[3:5].zero_()
+            model.get_parameter("1.weight").zero_()
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=recipe))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        if saved:
+            weights, state = saved
+            model.load_state_dict(weights)
+            assert load_scaling_state(model, state) == []
+        losses = []
+        for _ in range(num_steps):
+            loss = (model(torch.eye(16)) - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model
+
+    def check() -> None:
+        first, model = run(1)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        state = scaling_state(model)
+        errors = quantization_errors(model)
+        assert all(error.underflow < 0.01 and error.overflow == 0.0 for error in errors.values())
+        resumed, resumed_model = run(3, weights, state)
+        uninterrupted, uninterrupted_model = run(4)
+        assert first + resumed == uninterrupted
+        assert scaling_state(resumed_model) == scaling_state(uninterrupted_model)
+
+    run_ranks(check, 2)
+
+
 def test_a_state_of_ranks_with_other_parameters_is_refused_and_kept_for_each_group_of_ranks() -> None:
     def check() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "shards"))

@@ -193,7 +193,8 @@ class ScaledRecipe(Recipe, Protocol):
             amaxes: (n,), fp32, reduced over the ranks: of one group of weights, or of several one after the other. 0
                 where nothing was measured since.
             scales: (n,), fp32, written.
-            past: (num_past, n), fp32, the recipe's to read and write; -1 before the first measurement.
+            past: (num_past, n), fp32, the recipe's to read and write; -1 before the first measurement, and 0 after a
+                first measurement of zeros alone, which should keep the scale from before.
 
         Effects: a few kernels on the current stream; no host sync; not a collective.
         """

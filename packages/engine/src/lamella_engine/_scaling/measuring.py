@@ -58,5 +58,5 @@ def _refresh(groups: Iterable[ScaledGroup]) -> None:
         for scales_of_recipe, recipe_amaxes in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
             rescale(scales_of_recipe, recipe_amaxes)
     for _, scales in scaled:
-        scales.are_due, scales.are_measured = False, scales.num_past > 0
+        scales.note_computed()
     torch._foreach_zero_([scales.amaxes for _, scales in scaled])  # measurements and encodings raise them

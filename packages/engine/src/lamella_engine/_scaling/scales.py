@@ -22,6 +22,8 @@ from lamella_precision import ScaledRecipe, WeightRows
 # Float8 products on GPUs refuse a scale whose address is no multiple of 16 bytes.
 _ALIGNMENT = 4  # elements
 _NEVER = -1.0  # a past amax that was not measured
+# About an optimizer's first update of zeros: e4m3 then has all bits from 2.2e-6 on, and saturates at 0.0625.
+_AMAX_AFTER_ZEROS = 2.0**-4
 
 
 class Scales:
@@ -42,7 +44,7 @@ class Scales:
         are_due: Whether the next gather from rest computes scales anew.
         are_measured: Whether no read of main weights is needed then: encodings measure (delayed scaling).
 
-    Effects: allocates 4 * (2 + num_past) bytes a scale, on the current stream.
+    Effects: allocates 4 * (2 + num_past) bytes a scale, and writes the first scales, on the current stream.
     """
 
     def __init__(self, recipe: ScaledRecipe, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
@@ -53,6 +55,9 @@ class Scales:
         self._scales = torch.ones_like(self.amaxes)
         self.num_past = recipe.num_past
         self._past = torch.full((recipe.num_past, len(self.amaxes)), _NEVER, device=device)
+        if recipe.num_past:
+            # Kept by weights that start as zeros: under a scale of 1 their first values would all become zeros.
+            recipe.rescale(torch.full_like(self.amaxes, _AMAX_AFTER_ZEROS), self._scales, self._past.clone())
         self.parameter_scales = _split(self._scales, shapes_of_scales)
         self._past_of_each = [_split(row, shapes_of_scales) for row in self._past]
         self.amaxes_of_each = _split(self.amaxes, shapes_of_scales)
@@ -90,6 +95,13 @@ class Scales:
         raised = self.amaxes.clone()
         self.recipe.measure(*columns)
         self.amaxes.copy_(torch.where(self._past[0] < 0, self.amaxes, raised))  # of a group, some may start anew
+
+    def note_computed(self) -> None:
+        """Note that scales were computed of the measured amaxes. Effects: on the current stream."""
+        if self.num_past and not self.are_measured:
+            # Zeros count as measured from here on, else a resumed run would measure the values that follow them.
+            self._past[0].clamp_min_(0.0)
+        self.are_due, self.are_measured = False, self.num_past > 0
 
     def state_shape(self, i: int) -> tuple[int, int]:
         """Rows and columns of `state_of`."""

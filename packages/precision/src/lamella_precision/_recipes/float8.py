@@ -30,7 +30,8 @@ class Float8Recipe:
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         num_past_amaxes: 0: current scaling. Else delayed scaling: the scale comes from the largest of that many amaxes
             of earlier steps' weights, measured as they were encoded, with no other read; a weight that grew since
-            saturates. The first scale is of the current weight.
+            saturates. The first scale is of the current weight; of zeros, as of LoRA's second matrix, one that suits an
+            optimizer's first update.
         power_of_two: Round scales up to a power of two: dequantisation is then exact.
         compute_dtype: Dtype of the dequantised weight and of its gradient.
 

@@ -28,8 +28,8 @@ def write_scales(
     Args:
         scales: (n,), fp32; left as they are where nothing was ever measured but zeros.
         amaxes: (n,), fp32, measured since the last call; 0 where nothing was.
-        past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured. Written. No rows:
-            current scaling.
+        past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured, 0 for a block that had
+            zeros alone. Written. No rows: current scaling.
         scale: A scale for each of some amaxes.
     """
     if not len(past):
@@ -39,7 +39,7 @@ def write_scales(
     is_new = (amaxes != 0) & (amaxes != past[0])
     past.copy_(torch.where(is_new, torch.cat([amaxes[None], past[:-1]]), past))
     latest = past.amax(0)
-    scales.copy_(torch.where(latest < 0, scales, scale(latest)))
+    scales.copy_(torch.where(latest <= 0, scales, scale(latest)))
 
 
 def exponents_for(scales: torch.Tensor) -> torch.Tensor:
