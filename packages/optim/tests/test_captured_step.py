@@ -149,8 +149,29 @@ def test_a_learning_rate_that_is_a_tensor_may_change_and_not_be_replaced() -> No
         scheduler.step()
     assert rates == sorted(set(rates))
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
-    with pytest.raises(RuntimeError, match="'lr' of param group 0"):
+    with pytest.raises(RuntimeError, match=r"'lr' of param group 0 to stay the tensor .* got another Tensor"):
         captured()
+    captured.reset()
+    captured()
+
+
+def test_a_loaded_state_of_the_optimizer_is_refused_after_the_capture() -> None:
+    loop = Loop(Net(), num_eager_steps=1)
+    loop.captured(inputs(4))
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+    loop.captured(inputs(4))
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+    assert_refused(loop, RuntimeError, "the state of the SGD that was captured, got another one", inputs(4))
+    loop.captured.reset()
+    loop.captured(inputs(4))
+
+
+def test_nan_is_alike_in_each_call() -> None:
+    captured = capture_step(lambda number: number, Loop(Net()).optimizer)
+    for _ in range(5):
+        captured(float("nan"))
+    with pytest.raises(ValueError, match="to be nan in each call, got 1.0"):
+        captured(1.0)
 
 
 def test_a_param_group_added_after_the_capture_is_refused() -> None:
@@ -161,10 +182,14 @@ def test_a_param_group_added_after_the_capture_is_refused() -> None:
     assert_refused(loop, RuntimeError, "Expected the 1 param groups that were captured, got 2", inputs(4))
 
 
-def test_capture_step_refuses_several_devices_and_no_eager_steps() -> None:
+def test_capture_step_refuses_several_devices_no_eager_steps_and_no_step() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])
     with pytest.raises(ValueError, match=re.escape("on one device, got ['cpu', 'meta']")):
         capture_step(lambda: None, optimizer)
     with pytest.raises(ValueError, match="`num_eager_steps` of at least 1"):
         capture_step(lambda: None, Loop(Net()).optimizer, num_eager_steps=0)
+    with pytest.raises(TypeError, match=r"`num_eager_steps` to be an int, got 1\.5"):
+        capture_step(lambda: None, Loop(Net()).optimizer, num_eager_steps=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`step` to be a callable of a whole training step, got None"):
+        capture_step(None, Loop(Net()).optimizer)  # type: ignore[arg-type]
     assert isinstance(capture_step(lambda: None, Loop(Net()).optimizer), CapturedStep)

@@ -4,7 +4,8 @@ Note [Inputs of a replay]
     A graph repeats kernels and copies at fixed addresses. Weights, gradients and optimizer state keep their memory,
     inputs are copied to the captured inputs' memory, and generators of random numbers advance. Python code does not
     run: a number read during the capture is the number of every replay. Therefore plain inputs, shapes and options of
-    param groups are compared with the captured values, and pre-hooks of the optimizer that only wait are called.
+    param groups are compared with the captured values, state that `Optimizer.load_state_dict` has replaced is refused,
+    and pre-hooks of the optimizer that only wait are called.
     Evaluations run between replays on the weights that a replay has written: units are made stale after each.
 """
 
@@ -43,6 +44,7 @@ class CapturedStep(Generic[P, R]):
         self._inputs: list[Any] = []
         self._tree: pytree.TreeSpec | None = None
         self._options: list[dict[str, Any]] = []
+        self._state: object = None  # the optimizer's state at the capture: a loaded state dict is another object
         self._recorded: tuple[torch.cuda.CUDAGraph, R] | None = None
         # Autograd runs backward on the streams of forward: one stream for all, so a capture finds no work elsewhere.
         self._stream: torch.cuda.Stream | None = None
@@ -62,6 +64,7 @@ class CapturedStep(Generic[P, R]):
         if self._num_eager_left > 0:
             self._num_eager_left -= 1
             return self._run()
+        self._check_state()
         self._check_options()
         if self._stream is None:
             return self._run()
@@ -75,13 +78,14 @@ class CapturedStep(Generic[P, R]):
         return _copies_of(outputs)
 
     def reset(self) -> None:
-        """Give the graph's memory back; the next call captures another one.
+        """Give the graph's memory back; the next call captures another one, with the options and the state of then.
 
         A graph holds on to the communicators of its collectives: `torch.distributed.destroy_process_group` waits for
         graphs that are alive, without an end. Reset the step before.
 
         Effects: local; no host sync: CUDA lets a replay under way finish.
         """
+        self._options, self._state = [], None
         if self._recorded is None:
             return
         (graph, _), self._recorded = self._recorded, None
@@ -155,6 +159,18 @@ class CapturedStep(Generic[P, R]):
             raise failure from None
         return graph, outputs
 
+    def _check_state(self) -> None:
+        """Refuse a loaded state: a replay would go on with the tensors of the state before."""
+        state: object = self._optimizer.state
+        if self._state is None:
+            self._state = state
+        if state is not self._state:
+            raise RuntimeError(
+                f"Expected the state of the {type(self._optimizer).__name__} that was captured, got another one from "
+                "`load_state_dict`, which a replay does not see. Call `reset()` on the captured step: the next call "
+                "captures the loaded state. Or load by `lamella_checkpoint.load`, which fills the captured tensors."
+            )
+
     def _check_options(self) -> None:
         """Refuse changed options of param groups: a replay would not see them."""
         now = [
@@ -168,12 +184,20 @@ class CapturedStep(Generic[P, R]):
             )
         for index, (before, after) in enumerate(zip(self._options, now, strict=True)):
             for key in {**before, **after}:
-                if not _is_same(before.get(key), after.get(key)):
+                captured, current = before.get(key), after.get(key)
+                if _is_same(captured, current):
+                    continue
+                if isinstance(captured, torch.Tensor):
                     raise RuntimeError(
-                        f"Expected {key!r} of param group {index} to stay {before.get(key)} in a captured step, got "
-                        f"{after.get(key)}, which a replay does not see. Build the optimizer with a tensor on "
-                        f"{self._device} for it, and write into that, as schedulers do; or capture another step."
+                        f"Expected {key!r} of param group {index} to stay the tensor that was captured, got another "
+                        f"{type(current).__name__}, which a replay does not see. Write into the captured tensor "
+                        "(`copy_`), as schedulers do; or call `reset()` on the captured step."
                     )
+                raise RuntimeError(
+                    f"Expected {key!r} of param group {index} to stay {captured} in a captured step, got {current}, "
+                    f"which a replay does not see. Build the optimizer with a tensor on {self._device} for it, and "
+                    "write into that, as schedulers do; or capture another step."
+                )
 
 
 def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps: int = 3) -> CapturedStep[P, R]:
@@ -198,15 +222,20 @@ def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps:
         ValueError: Now: an optimizer that is not `capturable`, parameters on several devices, no eager step. In a call,
             before any work: inputs unlike the first call's, or an object that may hide tensors. After the first step:
             its result is such an object.
-        RuntimeError: A param group has changed, in a call. From torch, in the capturing call: an operation of the step
-            cannot be captured.
+        TypeError: `step` is not callable, or `num_eager_steps` is not an int.
+        RuntimeError: In a call: a param group has changed, or a state dict was loaded into the optimizer. In the
+            capturing call, from torch: an operation of the step cannot be captured.
 
     Effects: eager steps run on a stream of their own, and the current stream waits for it; the capture waits for the
         device and empties torch's cache; a replay goes to the current stream, with no host sync. A graph keeps the
         step's memory. With `overlap_optimizer` a captured step gathers nothing for the next step; late gradients stay
         late. The process group cannot be destroyed before the captured step is `reset`. Over parameters on the CPU all
-        calls run eagerly, and inputs and param groups are checked alike. Calls `install`.
+        calls run eagerly, and all is checked alike. Calls `install`.
     """
+    if not callable(step):
+        raise TypeError(f"Expected `step` to be a callable of a whole training step, got {step!r}.")
+    if isinstance(num_eager_steps, bool) or not isinstance(num_eager_steps, int):
+        raise TypeError(f"Expected `num_eager_steps` to be an int, got {num_eager_steps!r}.")
     if num_eager_steps < 1:
         raise ValueError(
             f"Expected `num_eager_steps` of at least 1, since units learn their order in the first step, got "
@@ -252,7 +281,8 @@ def _is_same(one: object, other: object) -> bool:
         return False
     if isinstance(one, tuple) and isinstance(other, tuple):  # betas, which may be tensors
         return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other)
+    is_nan = one != one and other != other
+    return bool(one == other or is_nan)
 
 
 def _text(leaf: object) -> str:
