@@ -40,7 +40,7 @@ from lamella_engine import (
     fully_shard,
 )
 from lamella_engine.testing import named_units, record, require_unit
-from lamella_precision import Direction, Float8Recipe, MXFP8Recipe
+from lamella_precision import Direction, Float8Recipe, MXFP8Recipe, matrices_of
 from lamella_testing import load_compiler, run_ranks
 
 pytestmark = pytest.mark.usefixtures("steps_on_shards")
@@ -304,6 +304,33 @@ def test_compiled_layers_train_in_one_graph_as_eager_layers(recipe: AnyRecipe) -
                 layer.compile(backend="aot_eager", fullgraph=True)
             losses.append(train(sharded(model, recipe)))
         assert losses[0] == losses[1]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("derivative", ["grad", "jvp", "vmap", "hessian"])
+@pytest.mark.parametrize("name", ["tensor", "mxfp8"])
+def test_transforms_take_linear_layers_as_plain_products_with_the_gathered_weights(name: str, derivative: str) -> None:
+    class Product(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t()
+
+    def result(kind: type[nn.Linear]) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(kind(32, 32, bias=False), nn.Tanh()) for _ in range(2)))
+        for unit in (*model, model):
+            fully_shard(unit, mp_policy=MixedPrecisionPolicy(recipe=matrices_of(model, RECIPES[name])))
+        x = torch.randn(2, 32)
+        if derivative == "jvp":
+            return torch.func.jvp(model, (x,), (x,))[1]
+        if derivative == "vmap":
+            torch.vmap(model)(x).square().sum().backward()
+            return cast(DTensor, model.get_parameter("0.0.weight").grad).full_tensor()
+        transform = torch.func.grad if derivative == "grad" else torch.func.hessian
+        return transform(lambda values: model(values).square().sum())(x[0])
+
+    def check() -> None:
+        torch.testing.assert_close(result(nn.Linear), result(Product))
 
     run_ranks(check, 2)
 

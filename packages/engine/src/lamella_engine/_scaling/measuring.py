@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lamella_engine._common.labels import label
 from lamella_engine._scaling.events import MeasurableWeights, ScaledGroup
@@ -29,7 +30,8 @@ def measure(units: Sequence[MeasurableWeights]) -> None:
     groups = [group for parameters in scaled for group in parameters.groups]
     first.check_order("measure", lambda: sum(group.scales.amaxes.nbytes for group in groups if group.scales))
     # On the stream of the gathers, which encode with the scales next: no second stream reads or writes scales.
-    with label("measure", first.name), streams.on(streams.all_gather_stream):
+    # Inside a transform of `torch.func` writes of scales would count as the transformed function's.
+    with label("measure", first.name), streams.on(streams.all_gather_stream), temporarily_clear_interpreter_stack():
         _refresh(groups)
 
 

@@ -264,7 +264,9 @@ def _linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not isinstance(weight, QuantizedWeight) or not weight.is_matrix:  # a quantised input, or a bias; a row
+    # Without the function of autograd: a quantised input, or a bias; a row; `torch.func`, which has no rule for it.
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if not isinstance(weight, QuantizedWeight) or not weight.is_matrix or is_transformed:
         with torch._C.DisableTorchFunctionSubclass():
             return F.linear(input, weight, bias)
     dtype = autocast_dtype(weight.recipe.compute_dtype, input.device)
