@@ -206,10 +206,12 @@ def test_a_weight_that_outgrew_its_delayed_scale_saturates_and_nan_stays_nan() -
         ({"block": (128,)}, r"got \(128,\)"),
         ({"block": [128, 128]}, r"got \[128, 128\]"),
         ({"num_past_amaxes": -1}, "at least 0"),
+        ({"num_past_amaxes": 1.5}, r"`num_past_amaxes` to be an int, got 1\.5"),
+        ({"num_past_amaxes": "2"}, "got '2'"),
     ],
 )
 def test_impossible_recipes_are_refused(arguments: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises((TypeError, ValueError), match=complaint):
         Float8Recipe(**arguments)  # type: ignore[arg-type]
 
 

@@ -183,6 +183,28 @@ def test_weights_missing_from_a_state_dict_keep_their_scaling_state() -> None:
     run_ranks(check, 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1.0], [1.0, 2.0], [1.0], [1.0], [1.0]], "5 rows of 1 numbers in `state` for '0.weight', .* got others: "),
+        (None, "5 rows of 1 numbers in `state` for '0.weight', .* got others: "),
+        ([[float("nan")], [1.0], [1.0], [1.0], [1.0]], "positive scales in `state` for '0.weight', .* got nan"),
+        ([[-1.0], [1.0], [1.0], [1.0], [1.0]], "positive scales in `state` for '0.weight'"),
+        ([[1.0], [float("nan")], [1.0], [1.0], [1.0]], "past amaxes of 0 or more"),
+        ([[1.0], [-2.0], [1.0], [1.0], [1.0]], "past amaxes of 0 or more"),
+    ],
+)
+def test_a_state_that_holds_no_scales_is_refused_before_any_change(rows: Any, message: str) -> None:
+    def check() -> None:
+        model = delayed_linear(torch.ones(16, 16))
+        before = scaling_state(model)
+        with pytest.raises(ValueError, match=message):
+            load_scaling_state(model, {"0.weight": rows})
+        assert scaling_state(model) == before
+
+    run_ranks(check, 1)
+
+
 def test_scales_of_another_recipe_are_refused() -> None:
     def check() -> None:
         model = sharded(decoder(), Float8Recipe(num_past_amaxes=4, compute_dtype=FP32))

@@ -82,7 +82,8 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[f
         The names of the parameters with delayed scaling that `state` lacks, whose scales start anew.
 
     Raises:
-        ValueError: A parameter has another number of scales or of past amaxes; nothing is changed.
+        ValueError: A parameter has another number of scales or of past amaxes, or numbers that are none of scales or
+            amaxes; nothing is changed.
 
     Effects: waits for the device; not a collective.
     """
@@ -100,12 +101,20 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[f
 
 
 def _checked(name: str, rows: Sequence[Sequence[float]], expected: tuple[int, int]) -> torch.Tensor:
-    tensor = torch.tensor(rows)
+    way_out = "Use the state and the recipe of the run that saved, or leave the parameter out: its scales start anew."
+    wish = f"Expected {expected[0]} rows of {expected[1]} numbers in `state` for {name!r}, as its recipe has"
+    try:
+        tensor = torch.as_tensor(rows, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:  # rows of unlike lengths, or no numbers
+        raise ValueError(f"{wish}, got others: {error}. {way_out}") from error
     if tensor.shape != expected:
+        raise ValueError(f"{wish}, got {tuple(tensor.shape)}. {way_out}")
+    scales, past = tensor[:1], tensor[1:]
+    is_right = torch.cat([scales > 0, (past >= 0) | (past == -1)]) & tensor.isfinite()
+    if not is_right.all():
         raise ValueError(
-            f"Expected {expected[0]} rows of {expected[1]} numbers in `state` for {name!r}, as its recipe has, got "
-            f"{tuple(tensor.shape)}. Use the recipe of the run that saved, or leave the parameter out: its scales "
-            "start anew."
+            f"Expected positive scales in `state` for {name!r}, and past amaxes of 0 or more (-1: not measured), got "
+            f"{tensor[~is_right][0].item()}. {way_out}"
         )
     return tensor
 

@@ -36,7 +36,9 @@ class Float8Recipe:
         compute_dtype: Dtype of the dequantised weight and of its gradient.
 
     Raises:
-        ValueError: `dtype` is no float8 format, or `block` is no tuple of two positive sizes or None.
+        TypeError: `num_past_amaxes` is not an int.
+        ValueError: `dtype` is no float8 format, `block` is no tuple of two positive sizes or None, or
+            `num_past_amaxes` is negative.
     """
 
     block: Block = (None, None)
@@ -53,6 +55,9 @@ class Float8Recipe:
                 f"Expected `block` to be a tuple of two positive sizes or None, got {self.block!r}. Pass (128, 128) "
                 "for squares, (1, None) for rows."
             )
+        unchecked_num: object = self.num_past_amaxes
+        if isinstance(unchecked_num, bool) or not isinstance(unchecked_num, int):
+            raise TypeError(f"Expected `num_past_amaxes` to be an int, got {unchecked_num!r}.")
         if self.num_past_amaxes < 0:
             raise ValueError(f"Expected `num_past_amaxes` to be at least 0, got {self.num_past_amaxes}.")
 
