@@ -134,6 +134,21 @@ def test_recipes_that_cannot_serve_a_weight_are_refused_at_the_call() -> None:
     run_ranks(check, 2)
 
 
+def test_a_conversion_to_a_dtype_that_a_recipe_does_not_compute_in_is_refused_before_any_shard_changes() -> None:
+    def check() -> None:
+        model = sharded(decoder(), RECIPES["tensor"])
+        message = r"'qkv.weight' to stay in torch.float32, .* got a conversion to torch.float64: .* compute_dtype="
+        for module in (model, model.layers[0]):
+            with pytest.raises(ValueError, match=message):
+                module.to(torch.float64)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        train(model.to("cpu").float(), 1)
+        chosen = sharded(decoder(), replace(RECIPES["tensor"], compute_dtype=torch.bfloat16))
+        train(chosen.double(), 1)
+
+    run_ranks(check, 2)
+
+
 def test_the_engine_reads_no_attribute_of_a_wrapped_weight_through_python() -> None:
     """A wrapper's function takes microseconds a call, Transformer Engine's 29, on the path of every unit."""
 

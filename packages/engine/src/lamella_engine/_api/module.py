@@ -457,8 +457,15 @@ class FSDPModule(_TorchsModule, UnitVerbs):
         return view_of(self)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer."""
+        """`to`, `to_empty`, `cuda`, ...: act on the shards, and take them back into one buffer.
+
+        Raises:
+            ValueError: A recipe does not compute in the new dtype; no shard of the units below has changed.
+        """
         state = state_of(self)
+        for unit in units_of(self, recurse):
+            for group in unit.parameters.groups:
+                group.check_conversion(fn)
         # Otherwise `fn` would move unsharded forms, and leave the shards where they are.
         state.tree.bring_to_rest(state.unit)
         module: nn.Module = super(_TorchsModule, self)._apply(fn, recurse)  # type: ignore[misc]

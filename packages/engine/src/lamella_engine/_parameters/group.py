@@ -20,7 +20,7 @@ forward and backward, and shards gathered over an outer axis until main weights 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, final
 
 import torch
@@ -264,6 +264,27 @@ class ParameterGroup:
         return payloads.nbytes + payloads.cached_nbytes
 
     # -- replaced shards ----------------------------------------------------------------------------------------------
+
+    def check_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse a conversion of shards to a dtype that the policy's recipe does not compute in.
+
+        Args:
+            convert: Applied to an empty tensor.
+
+        Raises:
+            ValueError: The recipe's `compute_dtype` is not what `param_dtype` would stand for.
+        """
+        if self.policy.recipe is None:
+            return
+        parameter, shape = self.parameters[0], self.layout.shapes[0]
+        dtype = convert(local_of(parameter.sharded).new_empty(0)).dtype
+        try:
+            self.policy.resolved_for(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+        except ValueError as error:
+            raise ValueError(
+                f"Expected {parameter.name!r} to stay in {parameter.sharded.dtype}, or a `param_dtype` in `mp_policy` "
+                f"that is the recipe's `compute_dtype`, got a conversion to {dtype}: {error}"
+            ) from error
 
     def undo_assigned_data(self) -> list[str]:
         """Point members back to the group's memory after `form.data = tensor`; the group must be sharded.
