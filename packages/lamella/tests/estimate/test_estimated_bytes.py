@@ -1,6 +1,7 @@
 """Estimated bytes are those of really sharded models: at rest on every rank, and moment by moment of a step."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from conftest import TINY_LLAMA
 from layer_units import shard_layers
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 
@@ -19,12 +21,13 @@ import lamella
 from lamella import Config, ConfigError
 from lamella._estimate.api import estimate_run
 from lamella._estimate.estimated_bytes import Estimate, estimate_of
-from lamella._estimate.kinds import ACTIVATIONS, GATHERED, LOGITS, MAIN_WEIGHTS, OPTIMIZER_STATE, on_host
+from lamella._estimate.kinds import ACTIVATIONS, GATHERED, LIBRARIES, LOGITS, MAIN_WEIGHTS, OPTIMIZER_STATE, on_host
 from lamella._estimate.live_bytes import LiveBytes
 from lamella._estimate.recipe_step import training_step
 from lamella._estimate.recorded_step import record
 from lamella._model.spec import load_spec, outline
 from lamella._settings.config import resolve
+from lamella_engine import DDP, HFSDP, ZERO3, ShardingOptions, fully_shard
 from lamella_testing import run_ranks
 
 TINY = {
@@ -302,6 +305,43 @@ def test_kernels_of_liger_save_less_and_leave_the_models_functions(model_folder:
 def _saved_by_a_layer(estimate: Estimate) -> int:
     by_name = {moment.name: moment.kinds.get(ACTIVATIONS, 0) for moment in estimate.moments}
     return by_name["forward model.layers.1"] - by_name["forward model.layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("placements", "mesh", "kinds"),
+    [
+        (DDP, (8,), {MAIN_WEIGHTS: 64 * 64 * 4}),
+        ((HFSDP, ZERO3), (2, 4), {MAIN_WEIGHTS: 64 * 64 * 4 // 8, GATHERED: 64 * 64 * 4 // 4}),
+    ],
+)
+def test_weights_that_no_gather_copies_are_main_weights_and_copies_over_an_outer_axis_are_gathered(
+    placements: Any, mesh: tuple[int, ...], kinds: dict[str, int]
+) -> None:
+    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(module, mesh=mesh, options=ShardingOptions(placements=placements))
+
+    with torch.device("meta"):
+        model = nn.Linear(64, 64, bias=False)
+    estimate = lamella.estimate(model, shard=shard, loss=lambda module: module(torch.zeros(8, 64)).sum(), mesh=mesh)
+    expected = {**kinds, OPTIMIZER_STATE: estimate.at_rest[OPTIMIZER_STATE], LIBRARIES: estimate.at_rest[LIBRARIES]}
+    assert {kind: nbytes for kind, nbytes in estimate.at_rest.items() if nbytes} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_microbatches": 0}, "`num_microbatches` to be an int of at least 1, got 0"),
+        ({"mesh": ()}, "`mesh` to be a sequence of numbers of ranks, each at least 1, got ()"),
+        ({"mesh": 8}, "got 8. Pass (8,) for eight"),
+        ({"mesh": (0,)}, "got (0,)"),
+        ({"device": "tpu"}, "`device` to be 'cpu' or 'cuda', got 'tpu'"),
+    ],
+)
+def test_impossible_loops_are_refused_by_their_argument(options: dict[str, Any], message: str) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        lamella.estimate(model, shard=shard_layers, loss=lambda module: module(torch.zeros(1, 4)).sum(), **options)
 
 
 def test_recomputed_layers_in_an_estimate_save_the_tensors_of_their_forward() -> None:

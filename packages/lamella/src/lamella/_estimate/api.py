@@ -18,6 +18,7 @@ from lamella._estimate.recipe_step import record_recipe
 from lamella._estimate.recorded_step import RecordedStep, TrainingStep, Watch, record, unwatched
 from lamella._model.capture import captures
 from lamella._settings.config import Config
+from lamella._settings.options import ConfigError
 from lamella_engine.extending import unit_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -127,7 +128,8 @@ def estimate_module(
         device: "cuda" counts NCCL's memory, "cpu" gloo's.
 
     Raises:
-        ConfigError: The process has a process group, or the rank is outside the mesh.
+        ConfigError: The process has a process group, the rank is outside the mesh, or `mesh`, `num_microbatches` or
+            `device` is none.
 
     Effects: allocates no memory; the default process group is a fake one meanwhile.
     """
@@ -165,6 +167,7 @@ def record_module(
     Args:
         watch: Entered around the steps.
     """
+    _check_loop(mesh, num_microbatches, device)
     live = LiveBytes()
     with fake_ranks(torch.Size(mesh).numel(), rank, device):
         names = ("replicas", "shards")[-len(mesh) :] if len(mesh) <= 2 else None
@@ -182,6 +185,21 @@ def record_module(
             )
             with watch(step, live), FusedSteps():
                 return record(step, live)
+
+
+def _check_loop(mesh: object, num_microbatches: object, device: object) -> None:
+    if not (isinstance(mesh, Sequence) and mesh and all(map(_is_count, mesh))):
+        raise ConfigError(
+            f"Expected `mesh` to be a sequence of numbers of ranks, each at least 1, got {mesh!r}. Pass (8,) for eight."
+        )
+    if not _is_count(num_microbatches):
+        raise ConfigError(f"Expected `num_microbatches` to be an int of at least 1, got {num_microbatches!r}.")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"Expected `device` to be 'cpu' or 'cuda', got {device!r}.")
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 @singledispatch

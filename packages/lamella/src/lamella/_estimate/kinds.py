@@ -37,9 +37,10 @@ _AT_REST: Final = (MAIN_WEIGHTS, OPTIMIZER_STATE, GRADIENTS)
 def adopt_model(live: LiveBytes, model: nn.Module) -> None:
     """Count the shards, the gathered weights and the buffers of a sharded model, and idle windows."""
     for group in _groups(model):
-        live.adopt(group.main_weight.flat, MAIN_WEIGHTS)
-        for buffer in group.buffers:
+        # Copies over an outer axis too. Main weights last: under DDP they are the memory of the gathered buffers.
+        for buffer in (*group.buffers, *group.model_weights.values()):
             live.adopt(buffer.flat, GATHERED)
+        live.adopt(group.main_weight.flat, MAIN_WEIGHTS)
         if isinstance(group.transports.shard, FakeCopyEngineTransport):
             for idle in group.transports.shard.idle_windows:
                 live.adopt(idle, IDLE_WINDOWS)
