@@ -33,6 +33,7 @@ from lamella_schedule import (
     peak_parameters,
     pipeline,
     pipeline_events,
+    rank_events,
     table,
     work,
 )
@@ -257,6 +258,16 @@ def test_pairs_interleave_two_stages_as_an_order_of_two_chunks() -> None:
     }
 
 
+def test_a_pair_may_leave_the_weight_gradients_to_a_later_pass() -> None:
+    first, second = StagePass(0, _F, 0), StagePass(0, _F, 1)
+    inputs, weights = StagePass(0, PassKind.INPUT_GRADIENT, 0), StagePass(0, PassKind.WEIGHT_GRADIENT, 0)
+    ours = Pipeline(((first, PassPair(second, inputs), weights, StagePass(0, _B, 1)),))
+    [events] = pipeline_events(ours, [_PLAN])
+    assert Counter(work(events)) == _slots(ours, [_PLAN])
+    late = [event for event in work(events) if event.microbatch == 0][-len(_PLAN.delayed) :]
+    assert {event.kind for event in late} == {Kind.WEIGHT_GRADIENT}
+
+
 def test_a_table_shows_passes_residence_and_messages() -> None:
     lines = table(pipeline_events(pipeline("1F1B", 2, 1))[0]).splitlines()
     assert [line.split() for line in lines] == [
@@ -277,6 +288,9 @@ def test_wrong_layers_are_refused() -> None:
     ours = pipeline("1F1B", 3, 3)
     with pytest.raises(ValueError, match=r"the layers of stages \[0, 1, 2\], got none for \[1\]"):
         pipeline_events(ours, {0: 2, 2: 1})
+    for rank in (-1, 3):
+        with pytest.raises(ValueError, match=f"rank to be from 0 to 2, got {rank}"):
+            rank_events(ours, rank)
     with pytest.raises(ValueError, match="ahead to be a number of layers, got -1"):
         pipeline_events(ours, num_layers_ahead=-1)
     assert all(passes_in(item) for order in ours.orders for item in order)

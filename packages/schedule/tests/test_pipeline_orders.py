@@ -135,7 +135,7 @@ def test_a_pipeline_is_text_in_torchs_form() -> None:
 
 def _order(text: str) -> tuple[StagePass, ...]:
     kinds = {"F": _F, "B": _B, "I": _I, "W": _W}
-    return tuple(StagePass(int(one[0]), kinds[one[1]], int(one[2])) for one in text.split())
+    return tuple(StagePass(int(one[0]), kinds[one[1]], int(one[2:])) for one in text.split())
 
 
 def test_a_hand_written_order_of_passes_is_a_pipeline() -> None:
@@ -156,6 +156,7 @@ def test_a_hand_written_order_of_passes_is_a_pipeline() -> None:
         (("0F0 0F1 0B0",), "stage 0 and microbatch 1, got forward"),
         (("0F0 0I0",), "microbatch 0, got forward, input gradient"),
         (("0F0 0B0 0W0",), "got backward, forward, weight gradient"),
+        (("0F0 0B0 0F-1 0B-1",), "microbatches from 0 on, got 0F-1"),
         (("0B0 0F0",), "rank 0 at 0B0"),
         (("0F0 0W0 0I0",), "rank 0 at 0W0"),
         (("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "ranks that wait: rank 0 at 0B0, rank 1 at 1F1"),
@@ -182,6 +183,12 @@ def test_orders_that_cannot_run_are_refused(orders: tuple[str, ...], words: str)
 def test_numbers_that_a_schedule_does_not_take_are_refused(call: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("first", "second"), [(_B, _B), (_F, _F), (_F, _W), (_I, _F)])
+def test_pairs_other_than_a_forward_and_a_backward_are_refused(first: PassKind, second: PassKind) -> None:
+    with pytest.raises(ValueError, match=r"a forward and a backward or input gradient, got \(0.1;0.0\)"):
+        PassPair(StagePass(0, first, 1), StagePass(0, second, 0))
 
 
 def test_pairs_count_in_the_check_of_passes() -> None:

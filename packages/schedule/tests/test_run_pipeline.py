@@ -22,6 +22,7 @@ from lamella_schedule import (
     LayerSlots,
     ModelChunk,
     PassKind,
+    PassPair,
     Pipeline,
     PipelineTimeline,
     ResidenceEvent,
@@ -96,6 +97,34 @@ def test_four_ranks_train_as_one_under_every_schedule(is_delayed: bool) -> None:
         return unequal
 
     assert run_ranks(on_each_rank, 4) == [[]] * 4
+
+
+def _chunk(model: StagedModel, batches: list[torch.Tensor], stage: int, microbatch: int) -> ModelChunk:
+    return model.stage(stage, batches[microbatch], 1 / len(batches))
+
+
+def test_an_order_of_ones_own_trains_alike_and_returns_losses_by_microbatch() -> None:
+    forwards, (late, early) = [StagePass(0, PassKind.FORWARD, i) for i in (1, 0)], (1, 0)
+    inputs, weights = (StagePass(0, kind, late) for kind in (PassKind.INPUT_GRADIENT, PassKind.WEIGHT_GRADIENT))
+    last = StagePass(0, PassKind.BACKWARD, early)
+    orders = (
+        (forwards[0], inputs, forwards[1], weights, last),
+        (forwards[0], PassPair(forwards[1], inputs), weights, last),
+    )
+
+    def on_each_rank() -> bool:
+        batches = microbatches(0, 2)
+        expected = [StagedModel(1, is_delayed=False)(tokens, 0.5).detach() for tokens in batches]
+        assert not torch.equal(*expected)
+        found = []
+        for passes in orders:
+            model = StagedModel(1, is_delayed=True)
+            losses = run_pipeline(Pipeline((passes,)), partial(_chunk, model, batches), BORDERS)
+            assert all(map(torch.equal, losses, expected))
+            found.append([parameter.grad for parameter in model.parameters()])
+        return all(map(torch.equal, *found))
+
+    assert run_ranks(on_each_rank, 1) == [True]
 
 
 def test_events_run_in_the_order_of_the_data() -> None:

@@ -29,6 +29,9 @@ _LETTERS: Final = {
 }
 
 
+_BESIDE_FORWARD: Final = (PassKind.BACKWARD, PassKind.INPUT_GRADIENT)
+
+
 @dataclass(frozen=True, slots=True)
 class StagePass:
     """One kind of work of a stage on a microbatch. As text in torch's form: `2F0` is stage 2's forward of 0.
@@ -74,10 +77,19 @@ class PassPair:
     Attributes:
         forward: The forward.
         backward: A whole backward, or the part for the inputs.
+
+    Raises:
+        ValueError: The passes are of other kinds.
     """
 
     forward: StagePass
     backward: StagePass
+
+    def __post_init__(self) -> None:
+        if self.forward.kind is not PassKind.FORWARD or self.backward.kind not in _BESIDE_FORWARD:
+            raise ValueError(
+                f"Expected a forward and a backward or input gradient, got {self}. List other passes one by one."
+            )
 
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})"

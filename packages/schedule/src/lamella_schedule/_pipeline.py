@@ -20,7 +20,7 @@ class Pipeline:
         orders: The passes of each rank, in the host's order.
 
     Raises:
-        ValueError: A stage on two ranks; a pass missing or twice; or a circle of waiting ranks.
+        ValueError: A stage on two ranks; a pass missing or twice; a negative microbatch; or a circle of waiting ranks.
     """
 
     orders: tuple[tuple[PassOrPair, ...], ...]
@@ -138,6 +138,8 @@ def _check_passes(pipeline: Pipeline) -> None:
     for stage_pass, num in counts.items():
         if num > 1:
             raise ValueError(f"Expected each pass once, got {stage_pass} {num} times. Leave the repetitions out.")
+        if stage_pass.microbatch < 0:
+            raise ValueError(f"Expected microbatches from 0 on, got {stage_pass}. Number the microbatches from 0.")
     for stage in range(pipeline.num_stages):
         for microbatch in range(pipeline.num_microbatches):
             kinds = {kind for kind in PassKind if StagePass(stage, kind, microbatch) in counts}

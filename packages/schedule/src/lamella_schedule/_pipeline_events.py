@@ -10,7 +10,6 @@ from lamella_schedule._order import Layers, order, with_residence, work
 from lamella_schedule._passes import (
     PassKind,
     PassOrPair,
-    PassPair,
     PipelineEvent,
     StagePass,
     TransferAction,
@@ -70,8 +69,12 @@ def rank_events(
         early_release: Run the backward of `PRE` before the forward of the experts, in pairs.
 
     Raises:
-        ValueError: A stage of the rank without layers in a mapping, or a negative `num_layers_ahead`.
+        ValueError: No such rank, a stage of the rank without layers in a mapping, or a negative `num_layers_ahead`.
     """
+    if not 0 <= rank < pipeline.num_ranks:
+        raise ValueError(
+            f"Expected rank to be from 0 to {pipeline.num_ranks - 1}, got {rank}. Give the index along the pipeline."
+        )
     expand = _Expansion(layers, pipeline.stages_of(rank), early_release)
     return _events_by_rank(pipeline, [rank], expand, num_layers_ahead)[rank]
 
@@ -112,20 +115,18 @@ class _Expansion:
         elif layers is not None:
             self._layers = dict.fromkeys(stages, layers)
 
-    def __call__(self, pass_or_pair: PassOrPair) -> list[WorkEvent]:
+    def __call__(self, pass_or_pair: PassOrPair) -> Sequence[WorkEvent]:
         if not self._layers:
-            return list(passes_in(pass_or_pair))
-        if isinstance(pass_or_pair, PassPair):
-            return self._chunks(pass_or_pair.forward, pass_or_pair.backward)
-        if pass_or_pair.kind is PassKind.FORWARD:
-            return self._chunks(pass_or_pair, None)
-        events = self._chunks(None, pass_or_pair)
-        if pass_or_pair.kind is PassKind.BACKWARD:
+            return passes_in(pass_or_pair)
+        passes = {stage_pass.phase: stage_pass for stage_pass in passes_in(pass_or_pair)}
+        backward = passes.get(Phase.BACKWARD)
+        events = self._chunks(passes.get(Phase.FORWARD), backward)
+        if backward is None or backward.kind is PassKind.BACKWARD:
             return events
-        weights = pass_or_pair.kind is PassKind.WEIGHT_GRADIENT
-        return [event for event in events if isinstance(event, Event) and _is_weights(event) == weights]
+        is_for_weights = backward.kind is PassKind.WEIGHT_GRADIENT
+        return [event for event in events if (event.kind is Kind.WEIGHT_GRADIENT) == is_for_weights]
 
-    def _chunks(self, forward: StagePass | None, backward: StagePass | None) -> list[WorkEvent]:
+    def _chunks(self, forward: StagePass | None, backward: StagePass | None) -> list[Event]:
         events = order(
             None if forward is None else self._layers[forward.stage],
             None if backward is None else self._layers[backward.stage],
@@ -135,10 +136,6 @@ class _Expansion:
         )
         stages = {phase: chunk.stage for phase, chunk in zip(Phase, (forward, backward), strict=True) if chunk}
         return [replace(event, stage=stages[event.phase]) for event in work(events)]
-
-
-def _is_weights(event: Event) -> bool:
-    return event.kind is Kind.WEIGHT_GRADIENT
 
 
 def _transfers(pipeline: Pipeline, stage_pass: StagePass) -> Iterator[tuple[int, TransferEvent]]:

@@ -57,7 +57,7 @@ def run_pipeline(
         around: Called with each slot's event; the event runs inside the returned context, on the event's stream.
 
     Returns:
-        The losses, 0-D, detached, one for each microbatch; none on a rank without the last stage.
+        The losses, 0-D, detached, in the order of the microbatches; none on a rank without the last stage.
 
     Raises:
         ValueError: The group has another number of ranks than the pipeline; residences of other stages than the rank's;
@@ -108,7 +108,7 @@ def run_pipeline(
         for residence in holders.values():
             residence.drop()
         raise
-    return step.losses
+    return [step.losses[microbatch] for microbatch in sorted(step.losses)]
 
 
 Plans: TypeAlias = tuple[tuple[int, tuple[LayerPlan, ...]], ...]
@@ -134,7 +134,7 @@ class _PipelineStep:
         around: Around,
     ) -> None:
         self.mail = mail
-        self.losses: list[torch.Tensor] = []
+        self.losses: dict[int, torch.Tensor] = {}
         self._last_stage = pipeline.num_stages - 1
         self._chunks, self._lanes, self._around = chunks, lanes, around
         self._flights: dict[tuple[int, int], Flight] = {}
@@ -186,7 +186,7 @@ class _PipelineStep:
 
     def _end_forward(self, flight: Flight, stage: int, microbatch: int) -> None:
         if stage == self._last_stage:
-            self.losses.append(loss_of(flight.outputs, microbatch).detach())
+            self.losses[microbatch] = loss_of(flight.outputs, microbatch).detach()
             return
         values = flight.outputs
         if not all(isinstance(value, torch.Tensor) for value in values):
