@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -232,6 +233,9 @@ def test_a_picture_has_a_row_for_each_lane_of_each_rank() -> None:
     [
         (lambda events: simulate_pipeline(events, {_F: 1.0}), "every kind of pass of the order, got none for backward"),
         (lambda events: simulate_pipeline(events, {_F: -1.0}), "got -1.0 for 0F0"),
+        (lambda events: simulate_pipeline(events, {_F: math.inf}), "finite durations from 0 on, got inf for 0F0"),
+        (lambda events: simulate_pipeline(events, EQUAL, host=math.nan), "host to be a finite time from 0 on, got nan"),
+        (lambda events: simulate_pipeline(events, EQUAL, host=-1.0), "host to be a finite time from 0 on, got -1.0"),
         (lambda events: simulate_pipeline(events, EQUAL, send=-1.0), "got -1.0 for 0SEND_F0"),
         (lambda events: simulate_pipeline(events, EQUAL, gather=-1.0), "got -1.0 for microbatch 0 around the layers"),
         (lambda events: simulate_pipeline(events[1:], EQUAL), "got none for rank 0 at 1F0"),

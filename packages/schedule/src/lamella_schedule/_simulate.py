@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -41,7 +42,7 @@ def simulate(
         reduce: Time of the reduction at each `Action.FINISHED` of a backward: a number, or a function of the event.
 
     Raises:
-        ValueError: A mapping lacks an event's slot and kind, or a duration is negative or NaN.
+        ValueError: A mapping lacks an event's slot and kind, or a duration or `host` is negative or not finite.
     """
     return simulate_pipeline([events], durations, host=host, gather=gather, reduce=reduce).ranks[0]
 
@@ -70,8 +71,11 @@ def simulate_pipeline(
         send: Time of each message: a number, or a function of the sending event.
 
     Raises:
-        ValueError: A duration is missing, negative or NaN, or ranks wait for messages that nobody sends.
+        ValueError: A duration is missing, a duration or `host` is negative or not finite, or ranks wait for messages
+            that nobody sends.
     """
+    if not 0 <= host < math.inf:
+        raise ValueError(f"Expected host to be a finite time from 0 on, got {host}. Give 0 for a host without a cost.")
     prices = _Prices(durations, gather, reduce, send)
     messages: _Messages = {}
     clocks = [_RankClock(events_of_rank, prices, host, messages) for events_of_rank in events]
@@ -107,8 +111,10 @@ class _Prices:
             duration = self._residence_duration(event)
         else:
             duration = _duration(event, self.durations)
-        if not duration >= 0:  # NaN too, which would spread to all later events
-            raise ValueError(f"Expected durations from 0 on, got {duration} for {event}. Give the time that it takes.")
+        if not 0 <= duration < math.inf:  # NaN, or a difference of infinite times, would spread to all later events
+            raise ValueError(
+                f"Expected finite durations from 0 on, got {duration} for {event}. Give the time that it takes."
+            )
         return duration
 
     def _residence_duration(self, event: ResidenceEvent) -> float:
