@@ -428,6 +428,12 @@ def test_a_trace_is_read_from_json_gzipped_or_not(tmp_path: Path) -> None:
 
 
 COMPLETE = {"ph": "X", "cat": "kernel", "name": MATMUL, "ts": 1, "dur": 2, "pid": 0, "tid": 7}
+MALFORMED: list[dict[str, Any]] = [
+    *({"name": None}, {"ts": None}, {"dur": "1"}, {"dur": -5}, {"ts": math.nan}, {"ts": 10**400}, {"tid": []}),
+    *({"args": None}, {"args": {"External id": [1]}}, {"args": {"dtype": []}}, {"args": {"Group size": "4"}}),
+    *({"args": {"Out msg nelems": count}} for count in (None, math.inf)),
+    *({"args": {"Input Dims": dims}} for dims in (3, [3], [[[1], 2]])),
+]
 
 
 @pytest.mark.parametrize(
@@ -443,8 +449,9 @@ COMPLETE = {"ph": "X", "cat": "kernel", "name": MATMUL, "ts": 1, "dur": 2, "pid"
         (b'{"traceEvents": [3]}', "got a malformed event: 3."),
         *(
             (json.dumps({"traceEvents": [COMPLETE | changed]}).encode(), "got a malformed event: {")
-            for changed in ({"name": None}, {"ts": None}, {"dur": "1"}, {"ts": math.nan}, {"args": None})
+            for changed in MALFORMED
         ),
+        (b'{"traceEvents": [], "distributedInfo": null}', "got a malformed distributedInfo: None."),
     ],
 )
 def test_a_file_without_a_trace_is_refused_by_its_path(tmp_path: Path, content: bytes, problem: str) -> None:
@@ -453,6 +460,12 @@ def test_a_file_without_a_trace_is_refused_by_its_path(tmp_path: Path, content: 
     with pytest.raises(TraceError, match="Expected what export_chrome_trace") as refused:
         read_trace(path)
     assert str(path) in str(refused.value) and problem in str(refused.value)
+
+
+def test_an_event_of_an_odd_category_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps({"traceEvents": [COMPLETE | {"cat": ["kernel"], "dur": None}]}))
+    assert len(read_trace(path)["traceEvents"]) == 1
 
 
 def test_an_absent_file_is_refused_by_its_path(tmp_path: Path) -> None:

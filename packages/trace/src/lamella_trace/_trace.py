@@ -5,8 +5,9 @@ import json
 import math
 import re
 import reprlib
+import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -22,7 +23,7 @@ _COMMUNICATES = r"nccl|c10d::|gloo::|multimem|memcpy ptop"
 _GZIP = b"\x1f\x8b"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
-_CATEGORIES = {*_DEVICE, *_CALLS, "cpu_op", "user_annotation", "gpu_user_annotation"}
+_CATEGORIES = (*_DEVICE, *_CALLS, "cpu_op", "user_annotation", "gpu_user_annotation")
 _ITEM_NBYTES = {"Long": 8, "Double": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}  # else 1
 
 
@@ -129,22 +130,56 @@ def read_trace(path: Path) -> Trace:
     for event in trace["traceEvents"]:
         if not _is_event(event):
             raise TraceError(f"{expected} a malformed event: {reprlib.repr(event)}.")
+    if not isinstance(info := trace.get("distributedInfo", {}), dict):
+        raise TraceError(f"{expected} a malformed distributedInfo: {reprlib.repr(info)}.")
     return trace
 
 
 def _is_event(event: object) -> bool:
-    """True for events outside the categories read here, and for events with name, process, thread and times."""
+    """True for events outside the categories read here, and for events whose fields and arguments can be read."""
     if not isinstance(event, dict):
         return False
     if event.get("ph") != "X" or event.get("cat") not in _CATEGORIES:
         return True
-    is_named = isinstance(event.get("name"), str) and isinstance(event.get("args", {}), dict)
-    times = (event.get("ts"), event.get("dur"))
-    return is_named and {"pid", "tid"} <= event.keys() and all(_is_time(time) for time in times)
+    args = event.get("args", {})
+    return (
+        isinstance(event.get("name"), str)
+        and isinstance(event.get("pid"), (int, str))
+        and isinstance(event.get("tid"), (int, str))
+        and _is_number(event.get("ts"))
+        and _is_number(event.get("dur"))
+        and event["dur"] >= 0
+        and isinstance(args, dict)
+        and all(_ARGUMENTS[name](value) for name, value in args.items() if name in _ARGUMENTS)
+    )
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def _is_number(value: object) -> bool:
+    """True for finite numbers that a float can hold."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_shapes(value: object) -> bool:
+    """True for a list of the dims of tensors, or of lists of tensors."""
+    if not isinstance(value, list):
+        return False
+    return all(_are_dims(one) or (isinstance(one, list) and all(_are_dims(dims) for dims in one)) for one in value)
+
+
+def _are_dims(value: object) -> bool:
+    return isinstance(value, list) and all(_is_number(dim) for dim in value)
+
+
+_ARGUMENTS: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("External id", "correlation", "stream", "bytes"), _is_number),
+    **dict.fromkeys(("Group size", "In msg nelems", "Out msg nelems"), _is_number),
+    **dict.fromkeys(("Collective name", "dtype"), _is_text),
+    "Input Dims": _are_shapes,
+}
 
 
 @cache
