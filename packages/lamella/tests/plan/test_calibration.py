@@ -11,6 +11,7 @@ from lamella._plan.cluster import Cluster
 from lamella._plan.pricing import operations_of
 from lamella._plan.profiled_host import PROFILED_HOST
 from lamella._plan.step_plan import plan_of
+from lamella._plan.text import calibration_lines
 from lamella._plan.works import Work, WorkKind
 from lamella._settings.options import ConfigError
 from lamella_buffers import FakeCollective
@@ -108,6 +109,14 @@ def test_a_step_that_waits_for_its_host_gives_the_hosts_time() -> None:
     assert plan_of(works, calibration.cluster).host_seconds == pytest.approx(
         plan_of(works, actual).host_seconds, rel=0.05
     )
+
+
+def test_a_step_time_that_no_rates_explain_is_noted() -> None:
+    works = _layers(2)
+    seconds = plan_of(works, Cluster()).seconds
+    for factor, is_noted in ((1, False), (1000, True)):
+        calibration = calibrate(_profile(works, Cluster()), works, Cluster(), step_seconds=factor * seconds)
+        assert any("no likely rates" in line for line in calibration_lines(calibration)) is is_noted
 
 
 def test_a_profile_of_a_cpu_is_refused() -> None:

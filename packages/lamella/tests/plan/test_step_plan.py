@@ -133,6 +133,8 @@ def test_a_ring_between_hosts_crosses_once_for_each_gpu_of_a_host() -> None:
     cluster = Cluster(gpus_a_host=2, gather_gb_s=100.0, network_gb_s=10.0, nvlink_us=0.0, network_us=0.0)
     gather = FakeCollective("all_gather", 8_000_000_000, (0, 1, 2, 3))
     assert cluster.collective_seconds(gather) == pytest.approx(6e9 / 2 / 10e9)
+    # The ring of three GPUs crosses between the hosts over one card of each.
+    assert cluster.collective_seconds(gather._replace(ranks=(0, 1, 2))) == pytest.approx(8e9 * 2 / 3 / 10e9)
     assert cluster.collective_seconds(gather._replace(ranks=(0, 1))) == pytest.approx(4e9 / 100e9)
     assert cluster.collective_seconds(gather._replace(ranks=(1, 3), kind="all_reduce")) == pytest.approx(8e9 / 10e9)
 

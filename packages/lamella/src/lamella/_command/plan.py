@@ -49,7 +49,7 @@ def _calibrate(arguments: argparse.Namespace, config: Config) -> None:
     from lamella._plan.run_plan import calibrate_run
     from lamella._plan.text import calibration_lines
 
-    step_time = arguments.step_time and number("--step-time", arguments.step_time, float)
+    step_time = None if arguments.step_time is None else number("--step-time", arguments.step_time, float)
     calibration = calibrate_run(config, read_cluster(arguments.cluster), Path(arguments.calibrate), step_time)
     say([*calibration_lines(calibration)])
     if arguments.cluster_out is not None:

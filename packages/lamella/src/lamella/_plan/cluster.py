@@ -1,7 +1,7 @@
 """A described cluster: hosts, wires and rates, from a name, a file, or the calibration of a run."""
 
 import json
-import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError, nearest, shown
+from lamella._settings.parsing import parse_json, parse_toml
 from lamella_buffers import FakeCollective
 
 _GB: Final = 1e9
@@ -40,7 +41,7 @@ class Cluster:
         launch_us: Microseconds of the host for an operator with a kernel.
         view_us: Microseconds of the host for a view or an allocation.
         collective_launch_us: Microseconds of the host for a unit's gather or reduction, hooks included.
-        slowdown: Time of a kernel beside work on another stream, over the time alone.
+        slowdown: Time of a kernel beside work on another stream, over the time alone: from 1 on.
     """
 
     gpus_a_host: int = 8
@@ -78,17 +79,17 @@ class Cluster:
     def collective_seconds(self, collective: FakeCollective) -> float:
         """Return the time of a collective alone.
 
-        Inside a host each GPU sends bytes over NVLink. Between hosts a ring crosses for each of the group's GPUs on a
-        host, over the GPU's own network card; NVLink and network work at the same time.
+        Inside a host each GPU sends bytes over NVLink. Between hosts a ring crosses for each of the group's GPUs on the
+        host with the fewest, over the GPU's own network card; NVLink and network work at the same time.
         """
-        num_ranks = len(collective.ranks)
-        hosts = {rank // self.gpus_a_host for rank in collective.ranks}
-        gpus = -(-num_ranks // len(hosts))
+        gpus_by_host = Counter(rank // self.gpus_a_host for rank in collective.ranks)
+        num_hosts, num_rings = len(gpus_by_host), min(gpus_by_host.values())
+        has_nvlink = max(gpus_by_host.values()) > 1
         is_gather = collective.kind == "all_gather"
         nvlink_seconds = collective.sent_nbytes / ((self.gather_gb_s if is_gather else self.reduce_gb_s) * _GB)
-        network_seconds = collective.sent_nbytes / (gpus * self.network_gb_s * _GB)
-        latency = self.nvlink_us * (gpus > 1) + self.network_us * (len(hosts) - 1)
-        return latency * _US + max(nvlink_seconds if gpus > 1 else 0.0, network_seconds if len(hosts) > 1 else 0.0)
+        network_seconds = collective.sent_nbytes / (num_rings * self.network_gb_s * _GB)
+        latency = self.nvlink_us * has_nvlink + self.network_us * (num_hosts - 1)
+        return latency * _US + max(nvlink_seconds if has_nvlink else 0.0, network_seconds if num_hosts > 1 else 0.0)
 
     def with_rates(self, rates: Mapping[str, float]) -> "Cluster":
         """Return the cluster with other rates and times, by name."""
@@ -104,7 +105,7 @@ def _expected(name: str, setting: object) -> str | None:
     if name == "gpu_memory":
         return None if isinstance(setting, str) else 'a text such as "80GiB"'
     is_count = name == "gpus_a_host"
-    least = 1 if is_count else 0 if name.endswith("_us") else _SMALLEST
+    least = 1 if is_count or name == "slowdown" else 0 if name.endswith("_us") else _SMALLEST
     kind = int if is_count else int | float
     if isinstance(setting, kind) and not isinstance(setting, bool) and least <= setting <= _LARGEST:
         return None
@@ -141,7 +142,7 @@ def read_cluster(text: str) -> Cluster:
     expected = f"Expected --cluster to be one of {', '.join(CLUSTERS)}, or a file in TOML or JSON, got {text!r}"
     try:
         content = path.read_text(encoding="utf-8")
-        settings = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+        settings = parse_toml(content) if path.suffix.lower() == ".toml" else parse_json(content)
     except OSError as error:
         raise ConfigError(f"{expected}: {error.strerror}.{nearest(text, CLUSTERS)}") from error
     except ValueError as error:

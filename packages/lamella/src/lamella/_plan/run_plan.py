@@ -1,5 +1,6 @@
 """The plan of a run: the step's time on a cluster, beside the bytes of a GPU, from one recording."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def calibrate_run(config: Config, cluster: Cluster, trace: Path, step_seconds: f
         ConfigError: The settings cannot be met, or the profile is none of steps on GPUs.
         TraceError: The file is no trace, or has no ranges of units.
     """
-    if step_seconds is not None and not step_seconds > 0:
-        raise ConfigError(f"Expected --step-time of more than 0 seconds, got {step_seconds!r}.")
+    if step_seconds is not None and not 0 < step_seconds < math.inf:
+        raise ConfigError(f"Expected --step-time of more than 0 seconds, and finite, got {step_seconds!r}.")
     profile = read_trace(trace)  # first: a recording takes seconds
     return calibrate(profile, record_works(config).works, cluster, step_seconds=step_seconds, source=str(trace))

@@ -11,6 +11,8 @@ from lamella._plan.search import SearchedPlan
 from lamella._plan.step_plan import UnitTraffic
 
 _MOST_UNITS: Final = 8
+_TOLERANCE: Final = 0.1
+"""Part of the measured step by which a plan with fitted rates may miss it."""
 
 
 def lines(plan: RunPlan) -> Iterator[str]:
@@ -51,6 +53,8 @@ def calibration_lines(calibration: Calibration) -> Iterator[str]:
     """Yield the fitted rates."""
     measured, predicted = calibration.measured_seconds, calibration.predicted_seconds
     yield f"step: measured {_ms(measured)}, planned with the fitted rates {_ms(predicted)}"
+    if not abs(predicted - measured) <= _TOLERANCE * measured:
+        yield "  note: no likely rates explain the measured step. Check --step-time, in seconds, and the options."
     for name, number in asdict(calibration.cluster).items():
         yield f"  {name:24s}{number if isinstance(number, str) else format(number, '.4g'):>12s}"
 
