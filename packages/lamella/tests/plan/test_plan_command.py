@@ -1,6 +1,7 @@
 """`lamella plan` prints a plan, searches, and refuses in one line what it cannot price."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def test_a_search_puts_the_fastest_that_fits_first(model: Path, capsys: pytest.C
         (["--step-time", "0.1"], "Expected --step-time with --calibrate alone, got '0.1'"),
         (["--calibrate", "no.json", "--search"], "Expected --calibrate without --search, got both"),
         (["--calibrate", "no.json"], "Expected what export_chrome_trace() wrote in 'no.json'"),
+        (["--calibrate", "no.json", "--step-time", ""], "Expected --step-time to be a number of at least 0, got ''"),
+        (["--calibrate", "no.json", "--step-time", "inf"], "Expected --step-time of more than 0 seconds, and finite"),
         (["--calibrate", "no.json", "--step-time", "x"], "Expected --step-time to be a number of at least 0, got 'x'"),
         (["--learning-rate", "1"], "got '--learning-rate'. Pass --lr."),
         (["--device", "cpu"], "Expected a plan of GPUs, got --device cpu"),
@@ -85,6 +88,7 @@ def test_lamella_plan_refuses_unusable_options_in_one_line(
             ({"gpus_a_host": count}, "Expected gpus_a_host of the cluster to be an integer from 1 to 1e+09, got ")
             for count in ("8", 8.0, 4.5, 0.5, 0, True, 10**30)
         ),
+        ({"slowdown": 0.5}, "Expected slowdown of the cluster to be a number from 1 to 1e+09, got 0.5."),
         ({"gpu_memory": "much"}, "gpu_memory"),
         ({"gpu_memory": 80}, 'Expected gpu_memory of the cluster to be a text such as "80GiB", got 80.'),
         ({"gpu_memory": "9" * 400}, "Expected gpu_memory to be a size such as 2GiB or 500MiB, got '999"),
@@ -102,10 +106,23 @@ def test_a_cluster_that_cannot_be_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_plan_that_fits_nowhere_names_the_least_memory(
+def test_a_cluster_nested_too_deeply_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cluster.json"
-    path.write_text(json.dumps({"gpu_memory": "1MiB"}))
-    assert main(["plan", str(model), "--ranks", "2", "--batch-size", "2", "--search", "--cluster", str(path)]) == 2
-    assert "Expected gpu_memory of at least 0." in capsys.readouterr().err
+    path.write_text("[" * 100_000)
+    assert main(["plan", str(model), "--cluster", str(path)]) == 2
+    assert "values that are nested too deeply" in capsys.readouterr().err
+
+
+def test_a_plan_that_fits_nowhere_names_a_sufficient_memory(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "CLUSTER.TOML"
+    arguments = ["plan", str(model), "--ranks", "2", "--batch-size", "2", "--search", "--cluster", str(path)]
+    path.write_text('gpu_memory = "1MiB"')
+    assert main(arguments) == 2
+    needed = re.search(r"Expected gpu_memory of at least (0\.\d\dGiB)", capsys.readouterr().err)
+    assert needed is not None
+    path.write_text(f'gpu_memory = "{needed[1]}"')
+    assert main(arguments) == 0

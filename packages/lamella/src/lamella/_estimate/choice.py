@@ -164,10 +164,10 @@ def _alternatives(recorded: RecordedOptions) -> list[Alternative]:
 
 def _refusal(leanest: MemoryOptions, estimate: Estimate, nbytes: int) -> str:
     at_rest, peak = sum(estimate.at_rest.values()), estimate.peak
-    needed = math.ceil(estimate.needed_nbytes / (1 << 30))
+    needed = math.ceil(100 * estimate.needed_nbytes / (1 << 30)) / 100
     largest = max(peak.kinds, key=lambda kind: peak.kinds[kind])
     return (
-        f"Expected --memory of at least {needed}GiB, which {leanest.flags()} needs ({size(at_rest)} at rest; "
+        f"Expected --memory of at least {needed:.2f}GiB, which {leanest.flags()} needs ({size(at_rest)} at rest; "
         f"most of the peak are {largest}, {size(peak.kinds[largest])}), got {size(nbytes)}. Pass more --ranks, or a "
         "smaller --sequence-length, or a smaller --batch-size or more --accumulation if a rank has several sequences."
     )
