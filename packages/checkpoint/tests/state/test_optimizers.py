@@ -269,6 +269,26 @@ def test_an_option_that_only_some_parameters_of_a_live_group_have_is_refused(tmp
     assert [group.get("lr_scale") for group in two_groups.param_groups] == [0.1, None]
 
 
+def test_a_group_that_joined_after_the_scheduler_loads_into_one_group_with_the_others(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.5)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    optimizer.add_param_group({"params": [model.bias], "name": "late"})
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    one_group = torch.optim.SGD(model.parameters(), lr=9.0)
+    load(tmp_path / "a", model=model, optimizer=one_group)
+    assert (one_group.param_groups[0]["lr"], one_group.param_groups[0]["initial_lr"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("parts", [None, 4, ["a part"]])
+def test_an_attribute_that_is_no_list_of_optimizers_tells_no_slots(tmp_path: Path, parts: object) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.parts = parts  # type: ignore[attr-defined]
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    load(tmp_path / "a", model=model, optimizer=optimizer)
+
+
 def test_modules_named_by_numbers_in_a_checkpoint_are_no_counted_parameters(tmp_path: Path) -> None:
     saved = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     save(tmp_path / "a", model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
@@ -485,7 +505,7 @@ def test_a_slot_beyond_the_class_is_left_without_strict_and_the_rest_loaded(tmp_
 
 
 class OwnMuon(torch.optim.Muon):
-    pass
+    state_slots = ("momentum_buffer",)
 
 
 class InParts(torch.optim.Optimizer):

@@ -355,6 +355,15 @@ def test_a_full_disk_at_any_moment_is_an_error_with_the_path_and_the_last_checkp
     assert value_at(path) == 2.0 and [*tmp_path.iterdir()] == [path]
 
 
+def test_an_error_that_is_not_the_systems_keeps_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> NoReturn:
+        raise OSError("The quota service is gone.")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=r"^The quota service is gone\.$"):
+        save(tmp_path / "a", model=filled(1.0))
+
+
 def test_an_empty_directory_may_be_given(tmp_path: Path) -> None:
     save(tmp_path, model=filled(1.0))
     assert value_at(tmp_path) == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -168,19 +169,25 @@ def test_delayed_scales_are_of_the_steps_before(placements: Any, says_last: bool
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize("row", [0, 15])
-def test_a_nan_on_any_rank_encodes_as_on_one_rank(row: int) -> None:
-    """A MAX over gloo keeps the first of two numbers where one is NaN."""
+@pytest.mark.parametrize("name", ["tensor", "column", "cut-block"])
+@pytest.mark.parametrize("row", [0, 63])
+def test_a_nan_on_any_rank_encodes_as_on_one_rank(name: str, row: int) -> None:
+    """A MAX over gloo keeps the first of two numbers where one is NaN, and vectorised kernels give NaN a sign."""
+    recipe = Float8Recipe((None, 1), compute_dtype=FP32) if name == "column" else RECIPES[name]
 
-    def values() -> list[float]:
-        weights = torch.linspace(1.0, 8.0, 256).view(16, 16)
+    def scales() -> list[float]:
+        weights = torch.linspace(1.0, 8.0, 4096).view(64, 64)
         weights[row, 0] = float("nan")
-        model = nn.Sequential(nn.Linear(16, 16, bias=False))
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
         model.load_state_dict({"0.weight": weights})
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=matrices_of(model, RECIPES["tensor"])))
-        return cast(list[float], model(torch.eye(16)).flatten().tolist())
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(recipe=matrices_of(model, recipe)))
+        model(torch.eye(64))
+        [group] = require_unit(model).parameters.groups
+        return cast(list[float], cast(Scales, group.scales).parameter_scales[0].flatten().tolist())
 
-    assert str(run_ranks(values, 2)) == str(2 * run_ranks(values, 1))
+    [expected] = run_ranks(scales, 1)
+    assert not all(map(math.isfinite, expected))
+    assert str(run_ranks(scales, 2)) == str([expected, expected])
 
 
 @pytest.mark.parametrize("num_past", [0, 2])

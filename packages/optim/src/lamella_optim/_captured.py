@@ -78,7 +78,9 @@ class CapturedStep(Generic[P, R]):
         return _copies_of(outputs)
 
     def reset(self) -> None:
-        """Give the graph's memory back; the next call captures another one, with the options and the state of then.
+        """Give the graph's memory back. The next call runs eagerly, and the one after it captures another graph.
+
+        In the eager call new parameters get their state: made in a graph, every replay would make the state anew.
 
         A graph holds on to the communicators of its collectives: `torch.distributed.destroy_process_group` waits for
         graphs that are alive, without an end. Reset the step before.
@@ -86,6 +88,7 @@ class CapturedStep(Generic[P, R]):
         Effects: local; no host sync: CUDA lets a replay under way finish.
         """
         self._options, self._state = [], None
+        self._num_eager_left = max(self._num_eager_left, 1)
         if self._recorded is None:
             return
         (graph, _), self._recorded = self._recorded, None
@@ -167,8 +170,8 @@ class CapturedStep(Generic[P, R]):
         if state is not self._state:
             raise RuntimeError(
                 f"Expected the state of the {type(self._optimizer).__name__} that was captured, got another one from "
-                "`load_state_dict`, which a replay does not see. Call `reset()` on the captured step: the next call "
-                "captures the loaded state. Or load by `lamella_checkpoint.load`, which fills the captured tensors."
+                "`load_state_dict`, which a replay does not see. Call `reset()` on the captured step: a graph of the "
+                "loaded state is captured then. Or load by `lamella_checkpoint.load`, which fills the captured tensors."
             )
 
     def _check_options(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed import ProcessGroup
@@ -34,6 +34,9 @@ class OwnerMuon(Muon):
     Raises:
         ValueError: A parameter is a vector, or has no whole number of turns; or an option is not Muon's.
     """
+
+    state_slots: Final = ("momentum_buffer",)
+    """Names of a stepped parameter's state, for checkpoints."""
 
     def __init__(self, params: Any, *, rows: tuple[int, ...] = (), **options: Any) -> None:
         defaults = Muon([torch.nn.Parameter(torch.empty(1, 1))], **options).defaults

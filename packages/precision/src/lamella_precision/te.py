@@ -205,7 +205,8 @@ class ScaledWeights:
         Args:
             amaxes: (n,), fp32.
             scales: (n,), fp32, written.
-            past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured.
+            past: (num_past, n), fp32, the latest amaxes first; negative where nothing was measured, 0 for a weight that
+                had zeros alone.
 
         Effects: a few kernels on the current stream, no host sync.
         """

@@ -104,15 +104,17 @@ _CLASS_SLOTS: Final[Mapping[type[optim.Optimizer], ClassSlots]] = {
 def class_slots(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> ClassSlots | None:
     """The slots of a group's parameters in one of torch's optimizers.
 
-    An optimizer with `parts`, a sequence of optimizers over its groups, steps each group by one of them: its parameters
-    have the slots of the part's class, or of the class that the part's extends.
+    An optimizer with `parts`, a list of optimizers over its groups, steps each group by one of them: its parameters
+    have the slots of the part. A part of another class than torch's may declare its slots as `state_slots`.
 
     Returns:
-        None for another class, also a subclass, which may have slots of its own.
+        None for another class without such a declaration, also a subclass, which may have slots of its own.
     """
-    for part in getattr(optimizer, "parts", ()):
-        if any(group is part_group for part_group in getattr(part, "param_groups", ())):
-            return next((_CLASS_SLOTS[kind] for kind in type(part).__mro__ if kind in _CLASS_SLOTS), None)
+    parts = getattr(optimizer, "parts", None)
+    for part in parts if isinstance(parts, list | tuple) else ():
+        if isinstance(part, optim.Optimizer) and any(group is part_group for part_group in part.param_groups):
+            declared = getattr(part, "state_slots", None)
+            return _CLASS_SLOTS.get(type(part)) if declared is None else ClassSlots(declared)
     return _CLASS_SLOTS.get(type(optimizer))
 
 

@@ -13,6 +13,9 @@ from lamella_files import NameDifference, OptionConflict, Source, Wanted, is_of_
 
 # Options that select a step's implementation, not its result: kept from the live run, for this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# Options of which a group's parameters may lack one: of learning rate schedulers, which a later group has not met, and
+# of the user's own names of groups.
+_LABELS: Final = frozenset({"initial_lr", "name"})
 
 
 class _NoValue:
@@ -121,7 +124,8 @@ class OptimizerLoad:
             for name in known[1:]:
                 for option in {**self.options[known[0]], **self.options[name]}:
                     values = [self._stored_option(owner, option) for owner in (known[0], name)]
-                    if option not in conflicting and _differ(*values):
+                    lacks_label = option in _LABELS and any(value is _NO_VALUE for value in values)
+                    if option not in conflicting and not lacks_label and _differ(*values):
                         conflicting.add(option)
                         yield OptionConflict(option, index, known[0], values[0], name, values[1])
 

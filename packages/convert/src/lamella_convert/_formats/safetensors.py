@@ -205,9 +205,8 @@ def _read(
         for read in group:
             file = read.part.file
             if (stream := streams[read.into.device]) is not None:
-                torch.accelerator.set_stream(
-                    stream
-                )  # Current streams are per thread: copies follow the caller's order.
+                # Current streams are per thread: copies follow the caller's order.
+                torch.accelerator.set_stream(stream)
             try:
                 read_box(descriptors[file], read.part.stored, read.box, read.into)
             except (OSError, EOFError) as error:

@@ -51,11 +51,12 @@ def _refresh(groups: Iterable[ScaledGroup]) -> None:
     transports = {group.axes: group.shard_and_outer for group, _ in scaled}
     for axes, by_recipe in together.items():
         amaxes = joined([scales.amaxes for scales_of_recipe in by_recipe.values() for scales in scales_of_recipe])
+        # Bits of non-negative numbers have the order of the numbers, and NaN's come last: a MAX of floats may drop NaN,
+        # by the order of the ranks. A NaN of torch's CPU kernels has a sign, with which its bits would come first.
+        bits = amaxes.view(torch.int32).bitwise_and_(0x7FFFFFFF)
         for transport in transports[axes]:
             if transport is not None:
-                # Bits of non-negative numbers have the order of the numbers, and NaN's come last: a MAX of floats may
-                # drop NaN, by the order of the ranks.
-                transport.all_reduce([amaxes.view(torch.int32)], dist.ReduceOp.MAX).wait()
+                transport.all_reduce([bits], dist.ReduceOp.MAX).wait()
         numels = [sum(len(scales.amaxes) for scales in scales_of_recipe) for scales_of_recipe in by_recipe.values()]
         for scales_of_recipe, recipe_amaxes in zip(by_recipe.values(), torch.split(amaxes, numels), strict=True):
             rescale(scales_of_recipe, recipe_amaxes)

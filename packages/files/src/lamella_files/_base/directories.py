@@ -89,11 +89,11 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
 
 @contextmanager
 def naming_target(target: Path) -> Iterator[None]:
-    """Name the target in an OSError without a file: a failed write, as to a full disk, names none."""
+    """Name the target in an OSError of the system without a file: a failed write, as to a full disk, names none."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.errno is not None and error.filename is None:  # Other errors would be printed without their text.
             error.filename = str(target)
         raise
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from lamella._command.choices import number
 from lamella._command.estimate import placed
 from lamella._command.parser import config_of
-from lamella._record.output import say, show, write
+from lamella._record.output import check_destination, say, show, write
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
 
@@ -22,6 +22,7 @@ def run(arguments: argparse.Namespace) -> None:
     Effects: writes the files of `--json` and `--cluster-out`, and nothing else.
     """
     _check(arguments)
+    check_destination(arguments.json)
     from lamella._plan.cluster import read_cluster
     from lamella._plan.run_plan import plan_run
     from lamella._plan.search import search

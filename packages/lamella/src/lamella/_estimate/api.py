@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import singledispatch
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import nn
@@ -129,7 +129,7 @@ def estimate_module(
 
     Raises:
         ConfigError: The process has a process group, the rank is outside the mesh, or `mesh`, `num_microbatches` or
-            `device` is none.
+            `device` has no such meaning.
 
     Effects: allocates no memory; the default process group is a fake one meanwhile.
     """
@@ -199,7 +199,7 @@ def _check_loop(mesh: object, num_microbatches: object, device: object) -> None:
 
 
 def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+    return isinstance(number, SupportsIndex) and not isinstance(number, bool) and number.__index__() >= 1
 
 
 @singledispatch

@@ -148,7 +148,8 @@ class Float8Recipe:
         Args:
             amaxes: (blocks,), fp32; 0 where nothing was measured since.
             scales: (blocks,), fp32, written.
-            past: (num_past, blocks), fp32, the latest amaxes first; negative where nothing was measured.
+            past: (num_past, blocks), fp32, the latest amaxes first; negative where nothing was measured, 0 for a block
+                that had zeros alone.
 
         Effects: a few kernels on the current stream, no host sync.
         """
