@@ -236,8 +236,8 @@ def _step_of(path: Path) -> int:
         try:
             step = load(path, model=model)["step"]
             break
-        except CheckpointDamaged as damage:  # A writer outlives its killed rank, and may replace files during a load.
-            if "replaced" not in damage.problem:
+        except FileNotFoundError as error:  # A writer outlives its killed rank, and may replace files during a load.
+            if "another checkpoint at its path" not in str(error):
                 raise
     for name, tensor in model.named_parameters():
         assert bool(tensor.eq(step).all()), f"{name} of {path} is not all of step {step}"
