@@ -226,8 +226,8 @@ def capture_step(step: Callable[P, R], optimizer: Optimizer, *, num_eager_steps:
             before any work: inputs unlike the first call's, or an object that may hide tensors. After the first step:
             its result is such an object.
         TypeError: `step` is not callable, or `num_eager_steps` is not an int.
-        RuntimeError: In a call: a param group has changed, or a state dict was loaded into the optimizer. In the
-            capturing call, from torch: an operation of the step cannot be captured.
+        RuntimeError: A param group has changed before a call, or a state dict was loaded into the optimizer. From
+            torch, in the capturing call: an operation of the step cannot be captured.
 
     Effects: eager steps run on a stream of their own, and the current stream waits for it; the capture waits for the
         device and empties torch's cache; a replay goes to the current stream, with no host sync. A graph keeps the

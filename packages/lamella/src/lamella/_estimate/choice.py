@@ -1,6 +1,5 @@
 """`--memory`: the fastest options with which a run fits, by recorded steps."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -10,7 +9,7 @@ from lamella._estimate.estimated_bytes import FRAGMENTATION, Estimate
 from lamella._estimate.host_times import HostTimes, measured_host
 from lamella._estimate.memory_options import MemoryOptions, all_options, coarse_options, options_of
 from lamella._estimate.recorded_options import RecordedOptions
-from lamella._estimate.text import size
+from lamella._estimate.text import size, sufficient_size
 from lamella._settings.config import Config
 from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError
@@ -164,10 +163,10 @@ def _alternatives(recorded: RecordedOptions) -> list[Alternative]:
 
 def _refusal(leanest: MemoryOptions, estimate: Estimate, nbytes: int) -> str:
     at_rest, peak = sum(estimate.at_rest.values()), estimate.peak
-    needed = math.ceil(100 * estimate.needed_nbytes / (1 << 30)) / 100
+    needed = sufficient_size(estimate.needed_nbytes)
     largest = max(peak.kinds, key=lambda kind: peak.kinds[kind])
     return (
-        f"Expected --memory of at least {needed:.2f}GiB, which {leanest.flags()} needs ({size(at_rest)} at rest; "
+        f"Expected --memory of at least {needed}, which {leanest.flags()} needs ({size(at_rest)} at rest; "
         f"most of the peak are {largest}, {size(peak.kinds[largest])}), got {size(nbytes)}. Pass more --ranks, or a "
         "smaller --sequence-length, or a smaller --batch-size or more --accumulation if a rank has several sequences."
     )

@@ -1,5 +1,6 @@
 """An estimate as text: a table of kinds, the terms beside them, and a picture of bytes over the step."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -17,6 +18,11 @@ def size(nbytes: int) -> str:
     if 0 < abs(nbytes) < _MIB // 100:
         return f"{nbytes:,} bytes"
     return f"{nbytes / _GIB:,.2f} GiB" if abs(nbytes) >= _GIB else f"{nbytes / _MIB:,.2f} MiB"
+
+
+def sufficient_size(nbytes: int) -> str:
+    """Return a size that holds the bytes, as options take sizes: in GiB, rounded up to a hundredth."""
+    return f"{math.ceil(100 * nbytes / _GIB) / 100:.2f}GiB"
 
 
 def lines(estimate: Estimate) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """The fastest fitting stage and mesh of a run: each candidate is recorded, planned and estimated."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lamella._estimate.text import sufficient_size
 from lamella._plan.cluster import Cluster
 from lamella._plan.run_plan import RunPlan, plan_run
 from lamella._settings.config import Config
@@ -41,9 +41,9 @@ def search(config: Config, cluster: Cluster) -> list[SearchedPlan]:
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if not fitting:
         leanest = min(candidates, key=lambda candidate: candidate.plan.estimate.total_nbytes)
-        needed = math.ceil(100 * leanest.plan.estimate.total_nbytes / (1 << 30)) / 100
+        needed = sufficient_size(leanest.plan.estimate.total_nbytes)
         raise ConfigError(
-            f"Expected gpu_memory of at least {needed:.2f}GiB for the leanest stage and mesh ({leanest.flags}), got "
+            f"Expected gpu_memory of at least {needed} for the leanest stage and mesh ({leanest.flags}), got "
             f"{cluster.gpu_memory}. Pass more --ranks, --recompute full, or a smaller --batch-size."
         )
     return sorted(candidates, key=lambda candidate: (not candidate.plan.fits, candidate.plan.step.seconds))
