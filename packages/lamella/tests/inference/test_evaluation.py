@@ -64,10 +64,10 @@ def test_eval_of_any_text_equals_the_loss_of_transformers_over_all_sequences(
     tokenizer: Any = AutoTokenizer.from_pretrained(exported)
     model: Any = AutoModelForCausalLM.from_pretrained(exported)
     tokens = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-    count = (len(tokens) - 1) // 64
-    assert of_run["sequences"] == count > 5
+    count, rest = divmod(len(tokens) - 1, 64)
+    assert rest and of_run["sequences"] == count + 1 > 5  # the last sequence is shorter
     nats, nbytes = 0.0, 0
-    for start in range(0, count * 64, 64):
+    for start in range(0, len(tokens) - 1, 64):
         piece = tokens[start : start + 65]
         with torch.no_grad():
             nats += float(F.cross_entropy(model(piece[None, :-1]).logits[0], piece[1:], reduction="sum"))
@@ -131,7 +131,7 @@ def test_tasks_that_lm_eval_refuses_are_one_line(
         (["{run}", "--tasks", "x"], r"lm-eval to be installed for --tasks, got .* './packages/lamella\[eval\]'"),
         (["{exported}"], r"Expected --data or --tasks with '.*', which has no held-out text as a run has, got none\."),
         (["{run}", "--data", "absent"], r"Expected a text file or a folder as --data, got 'absent', which does not"),
-        (["{run}", "--data", "{run}/weights.txt"], r"Expected at least 33 tokens in .*weights.txt, got \d+\."),
+        (["{run}", "--data", "{run}/empty.txt"], r"Expected text in .*empty.txt, got 1 files with no text in them\."),
         (["{run}", "--data", "{run}/questions.jsonl"], r"Expected tokens of an answer in .*, got none in 1 seq"),
         (["{run}", "--limit", "3"], r"Expected --tasks with --limit, a number of documents of a task, got none\."),
         (["{run}", "--sequence-length", "9999"], r"Expected a --sequence-length of at most 2048, the positions that"),
@@ -144,7 +144,7 @@ def test_bad_input_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    (trained.directory.root / "weights.txt").write_text("few words", encoding="utf-8")
+    (trained.directory.root / "empty.txt").write_text("", encoding="utf-8")
     question = {"prompt": "Longer than a sequence? " * 9, "completion": "Yes."}
     (trained.directory.root / "questions.jsonl").write_text(json.dumps(question), encoding="utf-8")
     capsys.readouterr()

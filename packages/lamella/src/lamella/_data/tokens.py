@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from lamella._data.batches import DocumentRows, JoinedSequences, Sequences, StreamSequences, num_sequences
+from lamella._data.batches import PADDING, DocumentRows, JoinedSequences, Sequences, StreamSequences, num_sequences
 from lamella._data.encoding import EncodedDocuments, Encoder
 from lamella._data.records import parts
 from lamella._data.rows import document_rows, num_targets_before
@@ -44,18 +44,21 @@ class TokenForm(NamedTuple):
         loss_on: "answers" or "all".
         sequence_length: The tokens of a sequence.
         has_answers: Some document has answers: without, every token is a target.
+        pads_stream: A stream ends in padding that fills its last sequence: without, training leaves a shorter rest out.
     """
 
     packing: Packing
     loss_on: LossOn
     sequence_length: int
     has_answers: bool
+    pads_stream: bool = False
 
     def identity(self) -> str:
         """Return a text that differs between forms whose files differ."""
-        if self.packing == "stream" and not self.has_answers:
+        if self.packing == "stream" and not self.has_answers and not self.pads_stream:
             return "stream"
-        return f"{self.packing}-{self.loss_on}-{self.sequence_length}-{_TARGETS}"
+        padding = "-padded" if self.pads_stream else ""
+        return f"{self.packing}-{self.loss_on}-{self.sequence_length}-{_TARGETS}{padding}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +352,8 @@ def _write_staged(
 
 def _write_split(encoder: Encoder, files: Iterable[SourceFile], form: TokenForm, row_files: _RowFiles) -> None:
     _write(encoder.encode(parts(files)), row_files.tokens, row_files.document_starts)
+    if form.packing == "stream" and form.pads_stream:
+        _pad(row_files.tokens, form.sequence_length)
     tokens = _mapped(row_files.tokens)
     if form.packing != "stream":
         starts = _mapped(row_files.document_starts, torch.int64)
@@ -356,9 +361,16 @@ def _write_split(encoder: Encoder, files: Iterable[SourceFile], form: TokenForm,
         _save(rows.documents, row_files.documents, torch.int64)
         _save(rows.row_starts, row_files.row_starts, torch.int64)
         _save(rows.target_counts, row_files.target_counts)
-    elif form.has_answers:
+    elif form.has_answers or form.pads_stream:
         stops = torch.arange(num_sequences(tokens, form.sequence_length) + 1) * form.sequence_length + 1
         _save(num_targets_before(tokens, stops).diff(), row_files.target_counts)
+
+
+def _pad(file: Path, sequence_length: int) -> None:
+    """Fill the last sequence of a stream of tokens, if some token in it is predicted."""
+    if num_tokens := len(_mapped(file)):
+        with file.open("ab") as opened:
+            array("i", [PADDING] * (-(num_tokens - 1) % sequence_length)).tofile(opened)
 
 
 def _save(numbers: torch.Tensor, file: Path, dtype: torch.dtype = torch.int32) -> None:

@@ -94,10 +94,8 @@ def _count(trained: TrainedModel, options: EvaluationOptions, tokens: TokenData,
     sequences = tokens.sequences("validation", length, name)
     if not len(sequences):
         num_tokens = len(sequences.tokens) if isinstance(sequences, StreamSequences) else 0
-        raise ConfigError(
-            f"Expected at least {length + 1} tokens in {text}, got {num_tokens}. Pass more text, or a "
-            "smaller --sequence-length."
-        )
+        least, way_out = (2, "more text") if options.paths else (length + 1, "a smaller --sequence-length")
+        raise ConfigError(f"Expected at least {least} tokens in {text}, got {num_tokens}. Pass {way_out}.")
     counts = sequences.target_counts
     if counts is not None and not bool(counts.any()):
         raise ConfigError(
@@ -149,7 +147,8 @@ def _tokens(
         separates_documents=separates_documents(trained.model),
     )
     with tempfile.TemporaryDirectory(prefix="lamella-") as folder:
-        tokens = prepare_tokens(source.corpus, trained.tokenizer, source.form, Path(folder, "tokens"), Path(folder))
+        form = source.form._replace(pads_stream=True)
+        tokens = prepare_tokens(source.corpus, trained.tokenizer, form, Path(folder, "tokens"), Path(folder))
         yield tokens, ", ".join(options.paths), tuple(data_lines(source))
 
 
