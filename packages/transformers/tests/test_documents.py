@@ -30,9 +30,17 @@ MAMBA: Values = {
     "state_size": 4,
     "n_groups": 1,
 }
+MODERNBERT = SIZES | {"local_attention": 4}
 BLOOM: Values = {"hidden_size": 16, "n_layer": 1, "n_head": 2}
 
-PACKED: dict[str, Values] = {"llama": LLAMA, "qwen3": LLAMA, "gemma3_text": GEMMA, "gpt2": GPT2, "mixtral": MIXTRAL}
+PACKED: dict[str, Values] = {
+    "llama": LLAMA,
+    "qwen3": LLAMA,
+    "gemma3_text": GEMMA,
+    "gpt2": GPT2,
+    "mixtral": MIXTRAL,
+    "modernbert-decoder": MODERNBERT,
+}
 CROSSED: dict[str, Values] = {
     "qwen3_next": NEXT,
     "mamba2": MAMBA,

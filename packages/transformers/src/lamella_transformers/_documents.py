@@ -111,13 +111,13 @@ def _mask_functions(**replacements: Callable[..., object]) -> Iterator[None]:
 @contextmanager
 def without_padding(model: nn.Module) -> Iterator[None]:
     """Set no padding token in the block: some forwards look for the token in the inputs before they build masks."""
-    config = cast(Any, model).config
-    former = getattr(config, "pad_token_id", None)
-    config.pad_token_id = None
+    values = vars(cast(Any, model).config)  # Strict configs refuse None as a padding token that is set.
+    former = values.get("pad_token_id")
+    values["pad_token_id"] = None
     try:
         yield
     finally:
-        config.pad_token_id = former
+        values["pad_token_id"] = former
 
 
 def _carries_a_state(model: nn.Module) -> bool:
