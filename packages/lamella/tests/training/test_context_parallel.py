@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,12 @@ def test_models_whose_tokens_meet_elsewhere_are_one_line(config: Config, model: 
     with pytest.raises(ConfigError) as caught:
         prepare(place(refused))
     assert "\n" not in str(caught.value) and expected in str(caught.value)
+
+
+def test_a_loss_that_balances_experts_is_refused_and_its_coefficient_alone_is_not(config: Config) -> None:
+    accepted = changed(config, "experts", context_parallel=2, ranks=2, packing="none")
+    for has_loss in (False, True):
+        values = {**SIZES, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": has_loss}
+        Path(accepted.model.name).write_text(json.dumps(values), encoding="utf-8")
+        with pytest.raises(ConfigError, match="without a loss that balances") if has_loss else nullcontext():
+            prepare(place(accepted))

@@ -154,7 +154,7 @@ def _check_context_parallel(model: nn.Module, spec: ModelSpec, parallel: Paralle
         raise ConfigError(
             f"{str(error).rstrip('.')}, with --context-parallel {parallel.context_parallel}. Leave it out."
         ) from error
-    if balance_coefficient(spec):
+    if balance_coefficient(spec) and getattr(spec, "output_router_logits", False):
         raise ConfigError(
             f"Expected --context-parallel {parallel.context_parallel} without a loss that balances experts over whole "
             'sequences, got one. Leave it out, or set "output_router_logits": false in the model\'s config.'
