@@ -138,8 +138,9 @@ def test_a_turn_rewritten_by_the_chat_template_is_a_document_in_its_original_for
 
 
 def test_an_answer_begins_before_a_thought_that_only_the_prompt_begins(run_tokenizer: RunTokenizer) -> None:
-    [ids] = encoded(run_tokenizer, THOUGHTS_AHEAD, chat(message("user", "1"), message("assistant", "one")))
-    assert answers(run_tokenizer, ids) == "one<|im_end|>"
+    for answer in ("one", "<html>", "<thin"):
+        [ids] = encoded(run_tokenizer, THOUGHTS_AHEAD, chat(message("user", "1"), message("assistant", answer)))
+        assert answers(run_tokenizer, ids) == f"{answer}<|im_end|>"
 
 
 def test_answers_are_found_in_templates_that_refuse_the_messages_before(run_tokenizer: RunTokenizer) -> None:

@@ -82,8 +82,9 @@ def _answer_start(messages: Messages, text: str, render: Render) -> int:
     before, answer = messages[:-1], messages[-1]
     with suppress(Exception):  # Templates are code and may raise any exception.
         prompt, without_prompt = render(before, add_generation_prompt=True), render(before)
-        if text.startswith(without_prompt):
-            return num_equal(prompt, text)
-    # The template refuses the messages before, or rewrites them: the answer begins where two answers first differ.
+        if text.startswith(without_prompt) and text.startswith(prompt):
+            return len(prompt)
+    # The template refuses the messages before, rewrites them, or begins a thought in the prompt alone, whose first
+    # letters may be the answer's too: the answer begins where two answers first differ.
     first, second = (render([*before, {"role": answer["role"], "content": content}]) for content in ("A", "B"))
     return min(num_equal(first, second), num_equal(first, text))
