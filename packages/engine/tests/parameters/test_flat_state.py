@@ -252,6 +252,19 @@ def test_dcp_checkpoints_open_in_plain_torch_on_any_number_of_ranks_and_in_any_l
     run_ranks(load, 4, list(applications.values()))
 
 
+def test_dcp_checkpoints_hold_parameters_without_rows(tmp_path: Path) -> None:
+    def check() -> None:
+        model = Net()
+        model.empty = nn.Parameter(torch.ones(0, 4))
+        flat(Rows(1))(model)
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path)  # type: ignore[attr-defined]
+        dcp.load(model.state_dict(), checkpoint_id=tmp_path)  # type: ignore[attr-defined]
+        plain = {"empty": torch.zeros(0, 4)}
+        dcp.load(plain, checkpoint_id=tmp_path)  # type: ignore[attr-defined]
+
+    run_ranks(check, 2)
+
+
 def test_dcp_writes_each_row_once_where_shards_have_replicas(tmp_path: Path) -> None:
     def check() -> None:
         mesh = mesh_of((2, 2))

@@ -120,8 +120,14 @@ class RaggedDTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self.__create_chunk_list__() or self._chunks_without_rows()
         ]
+
+    def _chunks_without_rows(self) -> list[ChunkStorageMetadata]:
+        """The chunk of a tensor without elements, which no rank has rows of: unwritten, the name would be missing."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [] if self.numel() else [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.shape)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
