@@ -55,6 +55,17 @@ def test_a_run_resumed_from_an_earlier_step_keeps_its_new_checkpoints(tmp_path: 
     assert checkpoints.steps() == [5, 20, 30]
 
 
+def test_a_link_to_a_step_elsewhere_is_removed_and_the_step_is_not(tmp_path: Path) -> None:
+    root, moved = tmp_path / "run", tmp_path / "moved"
+    checkpoints = CheckpointDirectory(root, keep=1)
+    save_steps(checkpoints, 1)
+    (root / "step_00000001").rename(moved)
+    (root / "step_00000001").symlink_to(moved)
+    save_steps(checkpoints, 2)
+    assert [path.name for path in root.iterdir()] == ["step_00000002"]
+    assert any(moved.iterdir())
+
+
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     checkpoints = CheckpointDirectory(tmp_path)
     save_steps(checkpoints, 1, 1)

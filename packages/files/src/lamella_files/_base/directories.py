@@ -260,8 +260,11 @@ def _replace_in_two_steps(staged: Path, target: Path) -> Path:
 
 
 def _discard(path: Path) -> None:
-    """Remove a directory; a resisting file (held open by an NFS client) is a leftover for the next save."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a directory, or a link to one; a resisting file (held open by an NFS client) is left for the next save."""
+    if path.is_symlink():
+        path.unlink()  # `rmtree` refuses links; the directory behind is somebody else's.
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _moved_aside(path: Path, target: Path) -> Path:
