@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
+from tqdm import tqdm
 
 import lamella_checkpoint  # By attribute below: a name that a command does not use is not imported.
 import lamella_convert
 from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
-from lamella._estimate.text import size as size_text
 from lamella._record.output import check_destination, file_error, one_line, printable, say, show
 from lamella._record.progress import ByteBar
 from lamella._settings.options import ConfigError
@@ -195,7 +195,7 @@ def _as_published(config: str | None) -> Callable[[Source], Source] | None:
 
 
 def _report_lines(done: "Conversion") -> Iterator[str]:
-    size = size_text(done.nbytes)
+    size = tqdm.format_sizeof(done.nbytes, "B", 1024)
     yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
     if done.side_files:
         yield f"beside them: {', '.join(done.side_files)}"

@@ -4,11 +4,12 @@ import argparse
 import os
 from pathlib import Path
 
+from tqdm import tqdm
+
 from lamella import __version__
 from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DamageError
 from lamella._command.inference_options import EXPORT_DTYPES
-from lamella._estimate.text import size as size_text
 from lamella._export.export import Export, export
 from lamella._export.trained_run import earlier_steps, open_run
 from lamella._record.output import file_error, one_line, printable, say
@@ -64,7 +65,7 @@ def _way_out(path: str, step: int | None) -> str:
 
 def _lines(exported: Export) -> list[str]:
     conversion, folder = exported.conversion, os.path.relpath(exported.conversion.target)
-    size = size_text(conversion.nbytes)
+    size = tqdm.format_sizeof(conversion.nbytes, "B", 1024)
     contents = f"{conversion.num_tensors} tensors of {size} in {exported.dtype}"
     lines = [f"exported: {folder}: step {exported.run.step}, {contents}"]
     if conversion.untrained:
