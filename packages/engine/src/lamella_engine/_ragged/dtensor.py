@@ -120,20 +120,14 @@ class RaggedDTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__() or self._chunks_without_rows()
+            for chunk in self.__create_chunk_list__()
         ]
-
-    def _chunks_without_rows(self) -> list[ChunkStorageMetadata]:
-        """The chunk of a tensor without elements, which no rank has rows of: unwritten, the name would be missing."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [] if self.numel() else [ChunkStorageMetadata(torch.Size([0] * self.ndim), self.shape)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         rows = rows_of(self)
-        if not rows.numel:
+        if not rows.numel and self.numel():  # Of an empty tensor a chunk is written, or its name would be missing.
             return []
         row_shape = self.shape[1:]
         return [

@@ -262,7 +262,7 @@ def _replace_in_two_steps(staged: Path, target: Path) -> Path:
 def _discard(path: Path) -> None:
     """Remove a directory, or a link to one; a resisting file (held open by an NFS client) is left for the next save."""
     if path.is_symlink():
-        path.unlink()  # `rmtree` refuses links; the directory behind is somebody else's.
+        path.unlink()  # `rmtree` refuses links; the directory behind the link is its user's.
     else:
         shutil.rmtree(path, ignore_errors=True)
 
