@@ -182,6 +182,15 @@ def test_the_matrices_of_muon_rest_as_in_a_real_run_with_one_state(model_folder:
     assert states < 2 * 4 * _numel(model_folder), "AdamW has two states for each parameter"
 
 
+def test_a_rank_keeps_its_share_of_muons_matrices_on_many_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "hidden_size": 256, "intermediate_size": 640, "vocab_size": 300}))
+    config = config_of(path, 16)
+    config = replace(config, optim=replace(config.optim, optimizer="muon"))
+    share = 4 * _numel(path) / 16
+    assert share <= estimate_run(config).at_rest[MAIN_WEIGHTS] < 1.2 * share
+
+
 @pytest.mark.parametrize(
     ("model", "option", "expected"),
     [

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_text
+from conftest import TINY_LLAMA, write_text
 from torch import nn
 from trained_runs import Run, TrainOn
 from transformers import AutoModelForCausalLM
@@ -17,13 +18,15 @@ from transformers import AutoModelForCausalLM
 from lamella import Config, ConfigError
 from lamella._data.order import BatchStream
 from lamella._data.tokens import load_tokens
-from lamella._model.matrices import muon_matrices
+from lamella._model.matrices import keep_whole, muon_matrices
 from lamella._model.spec import load_spec
 from lamella._processes.placement import place
 from lamella._training.optimizer import learning_rate
 from lamella._training.preparation import prepare
 from lamella.cli import main
 from lamella_checkpoint import CheckpointMismatch, load, save
+from lamella_engine import Rows, Whole
+from lamella_layout import FlatLayout
 from lamella_optim import MuonAndAdam
 from lamella_transformers import build_model, target_losses
 
@@ -152,6 +155,38 @@ def test_stages_instances_and_resting_places_change_no_loss(
     num_ranks = 4 if "replicate" in parallel else 2
     config = config if num_ranks == 2 else with_optim(config, accumulation=1)
     assert train(config, num_ranks).losses == pytest.approx(reference.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"replicate": 2, "spread_states": True}])
+def test_layers_whose_matrices_are_cut_take_the_steps_of_one_rank(
+    muon_config: Config, train: TrainOn, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 2, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_LLAMA, **sizes}), encoding="utf-8")
+    config = in_folder(muon_config, f"cut-{len(parallel)}")
+    config = replace(config, model=replace(config.model, name=str(tmp_path / "config.json")))
+    config = with_optim(config, batch_size=4, accumulation=1, steps=4)
+    expected = train(in_folder(config, "cut-reference"), 1)
+    config = replace(config, parallel=replace(config.parallel, **parallel))
+    assert train(config, 4).losses == pytest.approx(expected.losses, rel=1e-5)
+    model = build_model(load_spec(config.model.name), torch.device("meta"), seed=0)
+    keep = keep_whole(model, muon_matrices(model), 4)
+    assert keep is not None and Rows(1) in map(keep, map(model.get_parameter, muon_matrices(model)))
+
+
+@pytest.mark.parametrize(("num_shards", "num_whole"), [(1, 7), (4, 7), (8, 4), (16, 2), (64, 0)])
+def test_the_largest_matrices_are_cut_until_a_layer_of_llama_8b_has_little_padding(
+    num_shards: int, num_whole: int
+) -> None:
+    model = build_model(load_spec("llama-8b"), torch.device("meta"), seed=0)
+    keep = keep_whole(model, muon_matrices(model), num_shards)
+    assert keep is not None
+    parameters = list(model.get_submodule("model.layers.1").parameters())
+    keeps = [keep(parameter) for parameter in parameters]
+    assert keeps.count(Whole()) == num_whole
+    layout = FlatLayout.build([tuple(parameter.shape) for parameter in parameters], num_shards, keep=keeps)
+    assert layout.padding_numel < 0.1 * sum(parameter.numel() for parameter in parameters)
+    assert keep(model.get_parameter("lm_head.weight")) == Rows(1)
 
 
 def test_muon_matrices_are_those_of_layers_and_experts_without_routers(tmp_path: Path) -> None:

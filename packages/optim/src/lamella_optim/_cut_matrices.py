@@ -20,7 +20,15 @@ import torch.distributed as dist
 import torch.optim._muon as torchs_muon
 
 from lamella_engine.extending import local_of
-from lamella_optim._matrix_shares import CutMatrix, MatrixPiece, MatrixUpdate, balanced, group_of, matrices_of
+from lamella_optim._matrix_shares import (
+    CutMatrix,
+    MatrixPiece,
+    MatrixUpdate,
+    balanced,
+    group_of,
+    matrices_of,
+    on_device,
+)
 
 WIRE_DTYPE = torch.bfloat16  # Note [Wire of updates]
 
@@ -64,13 +72,15 @@ class MatrixExchange:
         rank, ranks = self._group.rank(), range(self._group.size())
         owned = [matrix for matrix in matrices if matrix.owner == rank]
         away = sorted(matrices, key=lambda matrix: matrix.owner)  # stable: an owner's keep the round's order
-        sent = [sum(m.numel_on(rank) for m in matrices if m.owner == owner) for owner in ranks]
+        sent = [0 for _ in ranks]
+        for matrix in matrices:
+            sent[matrix.owner] += matrix.numel_on(rank)
         received = [sum(m.numel_on(source) for m in owned) for source in ranks]
         parts = [_part(shards[m.index], piece) for m in away if (piece := m.pieces[rank])]
         flat = self._all_to_all(parts, sent, received)
         outputs = _orthogonalised(flat, received, owned, updates)
         parts = [
-            output[piece.rows[:, None], piece.columns].flatten()
+            output[piece.elements].flatten()
             for source in ranks
             for matrix, output in zip(owned, outputs, strict=True)
             if (piece := matrix.pieces[source])
@@ -105,7 +115,7 @@ def _step_momentum(update: MatrixUpdate) -> torch.Tensor:
 
 def _part(shard: torch.Tensor, piece: MatrixPiece) -> torch.Tensor:
     matrix = shard.view(-1, *shard.shape[-2:])[piece.place]
-    return matrix[piece.local_rows.to(shard.device)].flatten()
+    return matrix[on_device(piece.local_rows, shard.device)].flatten()
 
 
 def _orthogonalised(
@@ -129,7 +139,7 @@ def _orthogonalised(
         for piece, parts in zip(matrix.pieces, by_rank, strict=True):
             part = next(parts)
             if piece is not None:
-                full_matrix[piece.rows[:, None], piece.columns] = part.view(piece.shape)
+                full_matrix[piece.elements] = part.view(piece.shape)
         options = updates[matrix.index].options
         outputs.append(
             torchs_muon._zeropower_via_newtonschulz(
@@ -145,8 +155,8 @@ def _add(update: MatrixUpdate, matrix: CutMatrix, piece: MatrixPiece, part: torc
     rate = torchs_muon._adjust_lr(options["lr"], options["adjust_lr_fn"], torch.Size(matrix.shape))
     rows = part.view(piece.shape).to(local.device)
     weight = local.view(-1, *local.shape[-2:])[piece.place]
-    if len(piece.rows) == len(weight):
+    if piece.shape[0] == len(weight):
         weight.add_(rows, alpha=-rate)
     else:
-        numbers = piece.local_rows.to(local.device)
+        numbers = on_device(piece.local_rows, local.device)
         weight[numbers] = weight[numbers].add_(rows, alpha=-rate)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lamella_layout import Range, Region, mesh_region
 
@@ -55,29 +56,38 @@ class MatrixUpdate(NamedTuple):
         return self.parameter.shape, self.parameter.device_mesh, self.parameter.placements, self.turn
 
 
+Index = slice | torch.Tensor
+"""Indices along a dim: of one run, or as numbers where runs lie apart."""
+
+
 class MatrixPiece(NamedTuple):
     """A rank's part of a matrix.
 
     Attributes:
         place: The matrix among the matrices of the local stack.
+        shape: Rows and columns of the part.
         local_rows: The rows of the local matrix.
         rows: The rows of the matrix.
         columns: The columns of the matrix, one for each local column.
     """
 
     place: int
-    local_rows: torch.Tensor
-    rows: torch.Tensor
-    columns: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return len(self.rows), len(self.columns)
+    shape: tuple[int, int]
+    local_rows: Index
+    rows: Index
+    columns: Index
 
     def on(self, device: torch.device) -> MatrixPiece:
         """The same on a device."""
-        return MatrixPiece(self.place, self.local_rows.to(device), self.rows.to(device), self.columns.to(device))
+        indices = (self.local_rows, self.rows, self.columns)
+        return MatrixPiece(self.place, self.shape, *(on_device(index, device) for index in indices))
+
+    @property
+    def elements(self) -> tuple[Index, Index]:
+        """The elements of the matrix, as its index."""
+        if isinstance(self.rows, torch.Tensor) and isinstance(self.columns, torch.Tensor):
+            return self.rows[:, None], self.columns
+        return self.rows, self.columns
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,7 @@ def group_of(parameter: DTensor) -> dist.ProcessGroup:
     mesh, axes = parameter.device_mesh, _cut_axes(parameter)
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    ranks = tuple(int(mesh.mesh[coordinate]) for coordinate in _coordinates(parameter))
+    ranks = tuple(_coordinates(parameter))
     world = dist.group.WORLD
     assert world is not None
     groups = _groups.setdefault(world, {})
@@ -142,14 +152,67 @@ def cost(rows: int, columns: int) -> int:
 def matrices_of(index: int, update: MatrixUpdate, device: torch.device) -> Iterator[tuple[int, tuple[int, int], Any]]:
     """The matrices of a parameter: index, shape and pieces by rank."""
     parameter = update.parameter
-    regions = [_region(parameter, coordinate) for coordinate in _coordinates(parameter)]
-    indices = [[_numbers(runs) for runs in region.runs] for region in regions]
-    turns = _row_numbers(parameter.shape[-2], update.turn)
+    regions = [_region(parameter, coordinate) for coordinate in _coordinates(parameter).values()]
+    turns = _row_numbers(parameter.shape[-2], update.turn) if update.turn else [None]
     for at in product(*(range(size) for size in parameter.shape[:-2])):
         for numbers in turns:
-            pieces = [_piece(at, numbers, per_dim) for per_dim in indices]
-            on_device = tuple(None if piece is None else piece.on(device) for piece in pieces)
-            yield index, (len(numbers), parameter.shape[-1]), on_device
+            num_rows = parameter.shape[-2] if numbers is None else len(numbers)
+            pieces = [_piece(at, numbers, region.runs) for region in regions]
+            placed = tuple(None if piece is None else piece.on(device) for piece in pieces)
+            yield index, (num_rows, parameter.shape[-1]), placed
+
+
+def _piece(at: tuple[int, ...], numbers: torch.Tensor | None, runs: Sequence[Sequence[Range]]) -> MatrixPiece | None:
+    """A rank's part of a matrix.
+
+    Args:
+        at: The matrix's indices in the stack.
+        numbers: The parameter's rows that are the matrix, in ascending order; None for all.
+        runs: The global indices of the rank's local tensor along each dim.
+    """
+    *stack, rows, columns = runs
+    place = 0
+    for position, along in zip(at, stack, strict=True):
+        if (offset := _offset(position, along)) is None:
+            return None
+        place = place * _numel(along) + offset
+    num_columns, column_index = _numel(columns), _index(columns)
+    if numbers is None:
+        if not (_numel(rows) and num_columns):
+            return None
+        return MatrixPiece(place, (_numel(rows), num_columns), slice(None), _index(rows), column_index)
+    row_numbers = _numbers(rows)
+    # Positions of the local rows in the sorted numbers of the matrix's rows.
+    positions = torch.searchsorted(numbers, row_numbers).clamp(max=len(numbers) - 1)
+    local_rows = (numbers[positions] == row_numbers).nonzero().flatten()
+    if not (len(local_rows) and num_columns):
+        return None
+    return MatrixPiece(place, (len(local_rows), num_columns), local_rows, positions[local_rows], column_index)
+
+
+def on_device(index: Index, device: torch.device) -> Index:
+    """The same indices on a device; a slice has none."""
+    return index.to(device) if isinstance(index, torch.Tensor) else index
+
+
+def _offset(position: int, runs: Iterable[Range]) -> int | None:
+    """The place of an index among runs; None outside."""
+    start = 0
+    for run in runs:
+        if run.start <= position < run.stop:
+            return start + position - run.start
+        start += run.numel
+    return None
+
+
+def _numel(runs: Iterable[Range]) -> int:
+    return sum(run.numel for run in runs)
+
+
+def _index(runs: Sequence[Range]) -> Index:
+    # Numbers of each rank's rows and columns would take the memory of a layer on hundreds of ranks, and a GPU copies
+    # slices faster.
+    return slice(runs[0].start, runs[0].stop) if len(runs) == 1 else _numbers(runs)
 
 
 def _numbers(runs: Iterable[Range]) -> torch.Tensor:
@@ -157,35 +220,10 @@ def _numbers(runs: Iterable[Range]) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(run.start, run.stop) for run in runs)])
 
 
-def _piece(at: tuple[int, ...], numbers: torch.Tensor, indices: Sequence[torch.Tensor]) -> MatrixPiece | None:
-    """A rank's part of a matrix.
-
-    Args:
-        at: The matrix's indices in the stack.
-        numbers: The parameter's rows that are the matrix, in order.
-        indices: The global indices of the rank's local tensor along each dim.
-    """
-    *stack, rows, columns = indices
-    place = 0
-    for position, along in zip(at, stack, strict=True):
-        matches = (along == position).nonzero()
-        if not len(matches):
-            return None
-        place = place * len(along) + int(matches[0])
-    # Positions of the local rows in the sorted numbers of the matrix's rows.
-    positions = torch.searchsorted(numbers, rows).clamp(max=len(numbers) - 1)
-    local_rows = (numbers[positions] == rows).nonzero().flatten()
-    if not (len(local_rows) and len(columns)):
-        return None
-    return MatrixPiece(place, local_rows, positions[local_rows], columns)
-
-
 def _row_numbers(num_rows: int, turn: Sequence[int]) -> list[torch.Tensor]:
-    """The rows of each matrix in a parameter, in ascending order."""
-    numbers = torch.arange(num_rows)
-    if not turn:
-        return [numbers]
-    return [rows.flatten() for rows in torch.split(numbers.view(-1, sum(turn)), list(turn), 1)]
+    """The rows of each matrix in a parameter with rows in turns, in ascending order."""
+    turns = torch.arange(num_rows).view(-1, sum(turn))
+    return [rows.flatten() for rows in torch.split(turns, list(turn), 1)]
 
 
 def balanced(
@@ -211,13 +249,21 @@ def _cut_axes(parameter: DTensor) -> list[int]:
     return [axis for axis, placement in placements if not placement.is_replicate() and mesh.size(axis) > 1]
 
 
-def _coordinates(parameter: DTensor) -> list[tuple[int, ...]]:
-    """The places on the mesh of the ranks that share a parameter, in the order of their global ranks."""
+def _coordinates(parameter: DTensor) -> dict[int, tuple[int, ...]]:
+    """The places on the mesh of the ranks that share a parameter, by global rank in ascending order."""
     mesh, cut = parameter.device_mesh, _cut_axes(parameter)
     own_place = mesh.get_coordinate()
     assert own_place is not None
     ranges = [range(mesh.size(axis)) if axis in cut else (own_place[axis],) for axis in range(mesh.ndim)]
-    return sorted(product(*ranges), key=lambda coordinate: int(mesh.mesh[coordinate]))
+    with _disable_current_modes():  # Under an estimate's modes the tensor of ranks would have no values.
+        ranks = mesh.mesh.tolist()
+    return dict(sorted((_rank_at(ranks, coordinate), coordinate) for coordinate in product(*ranges)))
+
+
+def _rank_at(ranks: Any, coordinate: Iterable[int]) -> int:
+    for index in coordinate:
+        ranks = ranks[index]
+    return int(ranks)
 
 
 def _region(parameter: DTensor, coordinate: Sequence[int]) -> Region:

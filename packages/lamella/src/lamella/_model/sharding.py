@@ -70,7 +70,7 @@ def shard(
     Args:
         model: Changed in place.
         parallel: The settings of sharding.
-        matrices: The names of the matrices for Muon, each whole on one rank.
+        matrices: The names of the matrices for Muon, whole on one rank where a layer's padding stays small.
         host: Hooks that move saved tensors to the host's memory, as for `offload_activations`.
 
     Raises:
@@ -105,7 +105,7 @@ def shard(
     options = ShardingOptions(
         placements=_placements(parallel),
         keep_budget=budget_nbytes(parallel.keep_budget),
-        keep_together=keep_whole(model, matrices),
+        keep_together=keep_whole(model, matrices, _num_shards(parallel)),
     )
     shared: dict[str, Any] = {"mesh": _mesh(parallel), "options": options}
     if parallel.experts > 1:
@@ -132,6 +132,11 @@ def _mesh(parallel: ParallelConfig) -> DeviceMesh:
         return init_device_mesh(parallel.device, (num_ranks,))
     shape = (parallel.replicate, num_ranks // parallel.replicate)
     return init_device_mesh(parallel.device, shape, mesh_dim_names=("instances", "shards"))
+
+
+def _num_shards(parallel: ParallelConfig) -> int:
+    """The ranks that share a layer's parameters, or its states."""
+    return dist.get_world_size() // (1 if parallel.spread_states else parallel.replicate)
 
 
 def _experts_mesh(parallel: ParallelConfig) -> DeviceMesh:

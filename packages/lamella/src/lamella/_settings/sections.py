@@ -168,9 +168,8 @@ class OptimConfig:
     optimizer: Annotated[
         str,
         Option(
-            "adamw; muon for the layers' matrices, each whole on one rank, and adamw for all others, both at AdamW's "
-            "--lr (Muon's updates are scaled to the size of AdamW's); or the import path of an elementwise optimizer, "
-            "such as torch.optim:SGD.",
+            "adamw; muon for the layers' matrices, and adamw for all others, both at AdamW's --lr (Muon's updates are "
+            "scaled to the size of AdamW's); or the import path of an elementwise optimizer, such as torch.optim:SGD.",
             metavar="NAME",
         ),
     ] = "adamw"

@@ -24,6 +24,6 @@ def _problems(model: ModelConfig, optim: OptimConfig, parallel: ParallelConfig) 
         f"--float8 {parallel.float8}, whose products know whole matrices alone": parallel.float8 != "no",
         f"--lora-rank {model.lora_rank}, whose adapters no plan names": model.lora_rank is not None,
         "--compile, which fails on cut layers over rows of many lengths": bool(parallel.compile),
-        "--optimizer muon, which steps matrices whole on one rank": optim.optimizer == "muon",
+        "--optimizer muon, whose layout takes no cut tensor": optim.optimizer == "muon",
     }
     return problems("--tensor-parallel", parallel.tensor_parallel, parallel.ranks, excluded)
