@@ -17,7 +17,8 @@ from peft import LoraConfig
 
 from lamella_integration.in_place import Device, run_in_both, units, unsharded_copy
 
-FP32 = {"model_init_kwargs": {"dtype": "float32"}}
+# Without a device map TRL spreads a reference model over the GPUs of each rank: under FSDP it knows no ranks by then.
+FP32 = {"model_init_kwargs": {"dtype": "float32", "device_map": None}}
 SHORT = {"max_length": 48}
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
