@@ -143,7 +143,7 @@ def test_differences_are_told_and_leave_with_1(run: Run, tiny: Path, tmp_path: P
 
 def test_ckpt_convert_takes_a_model_through_every_format_and_back(run: Run, tiny: Path, tmp_path: Path) -> None:
     lines = run("convert", tiny, tmp_path / "native", "--to", "dcp").splitlines()
-    assert lines == [f"{tmp_path / 'native'}: dcp, 2 tensors of 60.0B, from {tiny}", "beside them: config.json"]
+    assert lines == [f"{tmp_path / 'native'}: dcp, 2 tensors of 60 bytes, from {tiny}", "beside them: config.json"]
     run("convert", tmp_path / "native", tmp_path / "model.pt", "--to", "torch")
     run("convert", tmp_path / "model.pt", tmp_path / "hf", "--to", "hf", "--config", tiny)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()

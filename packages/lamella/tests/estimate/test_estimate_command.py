@@ -17,9 +17,10 @@ from lamella._command.out_of_memory import with_estimate
 from lamella._estimate.host_times import IDLE_HOST
 from lamella._estimate.memory_options import MemoryOptions
 from lamella._estimate.recorded_options import RecordedOptions
-from lamella._estimate.text import lines, size
+from lamella._estimate.text import lines
 from lamella._processes.launch import WorkerError
 from lamella._settings.config import resolve
+from lamella._settings.sizes import size
 from lamella.cli import main
 
 

@@ -10,8 +10,8 @@ from lamella import Config, ConfigError, ModelConfig, OptimConfig, cli
 from lamella._model.spec import NAMED
 from lamella._settings.config import GROUPS, resolve, to_toml, to_values
 from lamella._settings.files import read_file
-from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import fields_of
+from lamella._settings.sizes import budget_nbytes
 from lamella._training.checks import run_root
 from lamella._training.optimizer import learning_rate
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
-from tqdm import tqdm
 
 import lamella_checkpoint  # By attribute below: a name that a command does not use is not imported.
 import lamella_convert
@@ -24,6 +23,7 @@ from lamella._command.ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINE
 from lamella._record.output import check_destination, file_error, one_line, printable, say, show
 from lamella._record.progress import ByteBar
 from lamella._settings.options import ConfigError
+from lamella._settings.sizes import size
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
 from lamella_convert import ModelUnknown, SizeUnknown
 
@@ -195,8 +195,7 @@ def _as_published(config: str | None) -> Callable[[Source], Source] | None:
 
 
 def _report_lines(done: "Conversion") -> Iterator[str]:
-    size = tqdm.format_sizeof(done.nbytes, "B", 1024)
-    yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size}, from {done.source}"
+    yield f"{done.target}: {done.to}, {done.num_tensors} tensors of {size(done.nbytes)}, from {done.source}"
     if done.side_files:
         yield f"beside them: {', '.join(done.side_files)}"
     elif done.to == "hf":

@@ -4,8 +4,6 @@ import argparse
 import os
 from pathlib import Path
 
-from tqdm import tqdm
-
 from lamella import __version__
 from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DamageError
@@ -15,6 +13,7 @@ from lamella._export.trained_run import earlier_steps, open_run
 from lamella._record.output import file_error, one_line, printable, say
 from lamella._record.progress import ByteBar
 from lamella._settings.options import ConfigError
+from lamella._settings.sizes import size
 from lamella_checkpoint import CheckpointDamaged
 
 
@@ -65,8 +64,7 @@ def _way_out(path: str, step: int | None) -> str:
 
 def _lines(exported: Export) -> list[str]:
     conversion, folder = exported.conversion, os.path.relpath(exported.conversion.target)
-    size = tqdm.format_sizeof(conversion.nbytes, "B", 1024)
-    contents = f"{conversion.num_tensors} tensors of {size} in {exported.dtype}"
+    contents = f"{conversion.num_tensors} tensors of {size(conversion.nbytes)} in {exported.dtype}"
     lines = [f"exported: {folder}: step {exported.run.step}, {contents}"]
     if conversion.untrained:
         lines.append(f"as they were published, not trained: {len(conversion.untrained)} tensors")

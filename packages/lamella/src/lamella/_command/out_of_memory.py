@@ -4,11 +4,11 @@ from typing import Final
 
 from lamella._estimate.api import estimate_run
 from lamella._estimate.choice import leaner_options
-from lamella._estimate.text import size
 from lamella._model.capture import captures
 from lamella._processes.launch import WorkerError
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
+from lamella._settings.sizes import size
 
 _NAME: Final = "OutOfMemoryError"
 

@@ -13,8 +13,8 @@ from typing import Final, NoReturn
 
 import lamella_engine
 import lamella_optim
-from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError
+from lamella._settings.sizes import budget_nbytes
 
 TRAINER_SETTINGS: Final = ("overlap", "late_gradients", "clips_local_shards", "keep_budget", "num_profiled_steps")
 

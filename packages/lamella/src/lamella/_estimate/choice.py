@@ -9,10 +9,9 @@ from lamella._estimate.estimated_bytes import FRAGMENTATION, Estimate
 from lamella._estimate.host_times import HostTimes, measured_host
 from lamella._estimate.memory_options import MemoryOptions, all_options, coarse_options, options_of
 from lamella._estimate.recorded_options import RecordedOptions
-from lamella._estimate.text import size, sufficient_size
 from lamella._settings.config import Config
-from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError
+from lamella._settings.sizes import budget_nbytes, size, sufficient_size
 
 _MOST_RECORDED: Final = 24
 _EQUAL_TIMES: Final = 1.01

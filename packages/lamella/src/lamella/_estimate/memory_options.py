@@ -6,8 +6,8 @@ from itertools import product
 from typing import Any, Final, NamedTuple
 
 from lamella._settings.config import Config
-from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError
+from lamella._settings.sizes import budget_nbytes
 
 _MIB: Final = 1 << 20
 _WEIGHTS: Final = ("stage 2", "keep", "reshard")

@@ -25,7 +25,7 @@ from lamella._estimate.live_bytes import TrackedStorage
 from lamella._estimate.operator_work import OperatorWork
 from lamella._estimate.recorded_step import BACKWARD, FORWARD_BEGINS, RecordedStep, forwards_of_units
 from lamella._settings.config import Config
-from lamella._settings.fit import budget_nbytes
+from lamella._settings.sizes import budget_nbytes
 
 _FLOPS, _MEMORY = 640e12, 2.4e12
 _KERNEL_S: Final = 4e-6

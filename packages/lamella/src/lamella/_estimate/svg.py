@@ -6,7 +6,7 @@ from typing import Final
 
 from lamella._estimate.estimated_bytes import Estimate, MomentBytes
 from lamella._estimate.kinds import KINDS
-from lamella._estimate.text import size
+from lamella._settings.sizes import size
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 860, 300, 80, 30
 _COLOURS: Final = (

@@ -1,28 +1,14 @@
 """An estimate as text: a table of kinds, the terms beside them, and a picture of bytes over the step."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from lamella._estimate.estimated_bytes import Estimate, MomentBytes
 from lamella._estimate.kinds import KINDS
+from lamella._settings.sizes import size
 
-_GIB: Final = 1 << 30
-_MIB: Final = 1 << 20
 _NUM_ROWS: Final = 24
 _WIDTH: Final = 44
-
-
-def size(nbytes: int) -> str:
-    """Return bytes in GiB, in MiB below a GiB, or plainly where MiB would be 0.00."""
-    if 0 < abs(nbytes) < _MIB // 100:
-        return f"{nbytes:,} bytes"
-    return f"{nbytes / _GIB:,.2f} GiB" if abs(nbytes) >= _GIB else f"{nbytes / _MIB:,.2f} MiB"
-
-
-def sufficient_size(nbytes: int) -> str:
-    """Return a size that holds the bytes, as options take sizes: in GiB, rounded up to a hundredth."""
-    return f"{math.ceil(100 * nbytes / _GIB) / 100:.2f}GiB"
 
 
 def lines(estimate: Estimate) -> Iterator[str]:

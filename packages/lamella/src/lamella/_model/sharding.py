@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lamella._model.activations import check_recompute, offload_activations, recompute
 from lamella._model.float8 import in_float8
 from lamella._model.matrices import keep_whole
-from lamella._settings.fit import budget_nbytes
 from lamella._settings.sections import ParallelConfig
+from lamella._settings.sizes import budget_nbytes
 from lamella_engine import (
     HFSDP,
     HSDP,

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lamella._settings.fit import budget_nbytes
 from lamella._settings.options import ConfigError, nearest, shown
 from lamella._settings.parsing import parse_json, parse_toml
+from lamella._settings.sizes import budget_nbytes
 from lamella_buffers import FakeCollective
 
 _GB: Final = 1e9

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lamella._estimate.text import sufficient_size
 from lamella._plan.cluster import Cluster
 from lamella._plan.run_plan import RunPlan, plan_run
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
+from lamella._settings.sizes import sufficient_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
-from lamella._estimate.text import size
 from lamella._plan.calibration import Calibration
 from lamella._plan.run_plan import RunPlan
 from lamella._plan.search import SearchedPlan
 from lamella._plan.step_plan import UnitTraffic
+from lamella._settings.sizes import size
 
 _MOST_UNITS: Final = 8
 _TOLERANCE: Final = 0.1

@@ -1,27 +1,10 @@
 """Checks between the options that fit a model into memory, each refused in one line before anything starts."""
 
-import re
 from collections.abc import Iterator
-from typing import Final
 
 from lamella._settings.options import ConfigError
 from lamella._settings.sections import ParallelConfig
-
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def budget_nbytes(text: str | None, flag: str = "--keep-budget") -> int:
-    """Return the bytes of a size such as 2GiB; 0 for None.
-
-    Raises:
-        ConfigError: The text is no size.
-    """
-    if text is None:
-        return 0
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT]?)I?B)?", text.upper())
-    if match is None:
-        raise ConfigError(f"Expected {flag} to be a size such as 2GiB or 500MiB, got {text!r}.")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+from lamella._settings.sizes import budget_nbytes
 
 
 def check_fit(parallel: ParallelConfig) -> None:
