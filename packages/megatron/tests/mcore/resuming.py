@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied": ({**GATED, "num_layers": 4}, TIED),
     "eight": ({**GATED, "num_layers": 8}, TIED),
     "biases": ({"add_bias_linear": True, "num_query_groups": 2}, {}),
+    "offsets": ({"softmax_type": "learnable"}, {}),
     "experts": ({**EXPERTS, **GATED}, {}),
     "wider": ({**GATED, "ffn_hidden_size": 48, "hidden_size": 64}, {}),
     "deeper": ({**GATED, "ffn_hidden_size": 48, "num_layers": 3}, {}),
@@ -176,7 +177,9 @@ def fill(model: nn.Module) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_expert, is_part = ".experts." in name, getattr(parameter, "tensor_model_parallel", False)
+            is_expert = ".experts." in name
+            # megatron-core splits the offsets of a softmax without a mark.
+            is_part = getattr(parameter, "tensor_model_parallel", name.endswith(".softmax_offset"))
             tp = ranks.get_expert_tensor_parallel_rank() if is_expert else ranks.get_tensor_model_parallel_rank()
             ep = ranks.get_expert_model_parallel_rank() if is_expert else 0
             seed = zlib.crc32(f"{name_in_the_whole(model, name)} {tp if is_part else 0} {ep}".encode())

@@ -95,6 +95,7 @@ def test_megatron_runs_resumed_on_other_ranks_go_on_as_uninterrupted(
         pytest.param("mtp", [World(4, tp=2), World(1)], marks=pytest.mark.slow),
         pytest.param("hybrid", [World(4, tp=2), World(1), World(4, tp=4)], marks=pytest.mark.slow),
         ("experts", [World(4, tp=2, ep=2, etp=2), World(2, ep=2), World(4, tp=2, ep=2, etp=1), World(1)]),
+        ("offsets", [World(2, tp=2), World(2, tp=2), World(4, tp=4), World(1)]),
     ],
     ids=str,
 )

@@ -77,6 +77,7 @@ def _megatrons_own(world: World, kind: str, path: Path) -> bool:
         pytest.param("tied", World(2, tp=2), [World(1), World(2, tp=2)], marks=pytest.mark.slow),
         pytest.param("biases", World(4, tp=2), [World(1), World(2, tp=2)], marks=pytest.mark.slow),
         ("experts", World(4, tp=2, ep=2, etp=1), [World(1), World(2, ep=2), World(4, tp=2, ep=2, etp=2)]),
+        ("offsets", World(4, tp=2), [World(1), World(2, tp=2), World(4, tp=4)]),
     ],
     ids=str,
 )
@@ -116,6 +117,8 @@ def _load_torch_dist(world: World, kind: str, path: Path, *, optimizer: bool) ->
         ("hybrid", World(2, tp=2), World(4, tp=4)),
         pytest.param("mtp", World(2, tp=2), World(2), marks=pytest.mark.slow),
         ("experts", World(4, tp=2, ep=2, etp=1), World(2)),
+        ("offsets", World(2, tp=2), World(2, tp=2)),
+        ("offsets", World(2, tp=2), World(4, tp=4)),
     ],
     ids=str,
 )

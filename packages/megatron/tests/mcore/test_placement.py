@@ -123,6 +123,36 @@ def test_a_collection_of_groups_places_as_parallel_state() -> None:
     assert placements == {"dense": ([[0, 1], [2, 3]], lies), "experts": ([[1], [3]], lies)}
 
 
+def test_every_tensor_parallel_part_has_a_mark() -> None:
+    """A part without a mark is taken for replicated: a checkpoint has one rank's, and so has the norm of gradients."""
+    models: list[tuple[str, dict[str, Any]]] = [
+        ("gpt", {"softmax_type": "learnable", "qk_layernorm": True, "attention_output_gate": True}),
+        ("moe", {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}),
+        ("moe-mla", {}),
+        ("M*GE/*-", {"softmax_type": "learnable"}),
+    ]
+
+    def shapes(tp: int) -> list[dict[str, list[int]]]:
+        """Shapes of all tensor-parallel parts together, by the marks."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        shapes_by_model = []
+        for kind, changes in models:
+            model = make_model(kind, Layout(num_ranks=tp, tp=tp), **changes)
+            for parameter in model.parameters():  # as Megatron-LM does
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            fully_shard_model(model)
+            shapes_by_model.append({name: list(parameter.shape) for name, parameter in model.named_parameters()})
+            for name, parameter in model.named_parameters():
+                if getattr(parameter, "tensor_model_parallel", False):
+                    shapes_by_model[-1][name][parameter.partition_dim] *= tp  # type: ignore[attr-defined]
+            parallel_state.destroy_model_parallel()
+        return shapes_by_model
+
+    [expected] = run_ranks(lambda: shapes(1), 1)
+    assert run_ranks(lambda: shapes(2), 2) == [expected, expected]
+
+
 def test_with_ddp_nothing_is_sharded() -> None:
     def on_each_rank() -> Any:
         options = ShardingOptions(placements=DDP)

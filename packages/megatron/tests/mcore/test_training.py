@@ -331,6 +331,28 @@ def test_parameter_norms_cover_all_tensor_parallel_parts() -> None:
         assert norms == pytest.approx(expected, rel=1e-4)
 
 
+def test_norms_cover_the_softmax_offsets_of_all_tensor_parallel_ranks() -> None:
+    """The offsets have no mark of megatron-core, and one rank's alone would count."""
+
+    def on_each_rank(tp: int) -> tuple[float, float, dict[str, float]]:
+        from lamella_megatron.training import ShardedModel, sharded_optimizer
+
+        config, module = _model(tp=tp, softmax_type="learnable")
+        model = ShardedModel(config, ddp_config(), module)
+        optimizer: Any = sharded_optimizer(_optimizer_config(), [model])
+        for name, parameter in module.named_parameters():
+            parameter.grad = (torch.ones_like if "softmax_offset" in name else torch.zeros_like)(parameter)
+        norms = {name: norm for name, norm in model.parameter_norms().items() if "softmax_offset" in name}
+        _, norm, num_zeros = optimizer.step()
+        return float(norm), float(num_zeros), norms
+
+    [expected] = run_ranks(partial(on_each_rank, 1), 1)
+    assert expected[2].keys() >= {"decoder.layers.0.self_attention.core_attention.softmax_offset"}
+    for got in run_ranks(partial(on_each_rank, 2), 4):
+        assert got[:2] == pytest.approx(expected[:2])
+        assert got[2] == pytest.approx(expected[2])
+
+
 def test_in_fp16_steps_are_skipped_until_the_loss_scale_fits_and_the_scheduler_goes_on() -> None:
     def on_each_rank() -> list[tuple[bool, float, float]]:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

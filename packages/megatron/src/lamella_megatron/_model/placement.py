@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor
 from lamella_engine.extending import ParameterPlacement, is_sharded, placement_on
 
 GroupsByName = Callable[[str], dist.ProcessGroup | None]
+# Dims of the parameters that megatron-core splits over tensor-parallel ranks and never marks, by their last name.
+_UNMARKED_PARTS = {"softmax_offset": 0}
 _DATA_GROUPS = ["dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "inter_dist_opt"]
 
 
@@ -162,6 +164,22 @@ class Placement:
         """The mesh of the ranks that hold the same parameter."""
         placement = self(parameter)
         return self._dense if placement is None else placement.mesh_info.mesh
+
+
+def mark_unmarked_parts(module: nn.Module) -> None:
+    """Mark the tensor-parallel parts that megatron-core never marks: an attention's offsets of the softmax, one a head.
+
+    Only `sharded_state_dict` tells that they are split. Taken for replicated, the offsets of a single tensor-parallel
+    rank would be saved, and would count in norms.
+
+    Args:
+        module: The unit to be.
+
+    Effects: sets attributes of parameters, over the mark False that Megatron-LM gives every parameter without a mark.
+    """
+    for name, parameter in module.named_parameters():
+        if (dim := _UNMARKED_PARTS.get(name.rpartition(".")[2])) is not None:
+            vars(parameter).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
 
 def broadcast_weights(module: nn.Module, placement: Placement, ignored: Collection[nn.Parameter]) -> None:

@@ -16,7 +16,7 @@ from lamella_megatron._model.auxiliary_losses import number_prediction_routers
 from lamella_megatron._model.construction import after_construction
 from lamella_megatron._model.expert_units import Stage, check_stage, expert_arguments, expert_modules
 from lamella_megatron._model.fused_layers import connect_fused_layers
-from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights
+from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights, mark_unmarked_parts
 from lamella_megatron._model.units import layers_of, with_groups
 from lamella_megatron._model.units import unit_classes as _layer_classes
 
@@ -206,6 +206,7 @@ class _UnitArguments:
         modules = module if isinstance(module, list) else [module]
         for unit_module in modules:
             bind_live_parameters(unit_module)
+            mark_unmarked_parts(unit_module)
             broadcast_weights(unit_module, placement, self.kwargs.get("ignored_params") or ())
             self._shard_experts(unit_module)
         fully_shard(module, mesh=self.meshes.dense, shard_placement_fn=placement, **self.kwargs)
