@@ -16,6 +16,7 @@ from lamella._processes.placement import place
 from lamella._settings.config import resolve
 from lamella._training.preparation import prepare
 from lamella.cli import main
+from lamella_convert import open_checkpoint
 
 _SIZES: Mapping[str, object] = {
     "vocab_size": 300,
@@ -102,6 +103,27 @@ def test_a_run_resumes_on_another_number_of_ranks_that_share(
         config = changed(shared_config, "spread", experts=experts, ranks=num_ranks)
         resumed = train(replace(config, run=replace(config.run, from_step=3)), num_ranks)
         assert resumed.losses == pytest.approx(plain.losses, rel=2e-5)
+
+
+def test_delayed_scales_of_all_experts_go_on_to_the_bit_and_on_ranks_with_other_experts(
+    shared_config: Config, train: TrainOn, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(shared_config, run=replace(shared_config.run, checkpoint_interval=3))
+    plain, spread = (
+        train(changed(config, f"float8-{experts}", experts=experts, float8="delayed", reshard_after_forward=False), 2)
+        for experts in (1, 2)
+    )
+    plain_state, state = (
+        open_checkpoint(run.directory.checkpoints / "step_00000003").extra["scaling"] for run in (plain, spread)
+    )
+    assert [*state] == [*plain_state]
+    for name, rows in plain_state.items():  # Each expert has amaxes of its own, so another order would show.
+        torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(rows), rtol=1e-3, atol=0, msg=name)
+    for experts, num_ranks, tolerance in ((2, 2, 0.0), (1, 1, 1e-4), (2, 4, 1e-4)):
+        resumed_config = changed(config, "float8-2", experts=experts, ranks=num_ranks, float8="delayed")
+        resumed = train(replace(resumed_config, run=replace(resumed_config.run, from_step=3)), num_ranks)
+        assert resumed.losses == pytest.approx(spread.losses, rel=tolerance, abs=0.0)
+    assert "saved without past amaxes" not in capfd.readouterr().out
 
 
 def test_the_exported_folder_has_all_experts_under_published_names(plain: Run, spread: Run, tmp_path: Path) -> None:

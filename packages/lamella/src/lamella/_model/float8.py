@@ -1,13 +1,19 @@
-"""`--float8`: the recipe, the matrices of the recipe, and lines on a slower device or missing scales."""
+"""`--float8`: the recipe, the matrices of the recipe, scales in checkpoints, and lines on slower devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lamella._settings.options import ConfigError, in_short
 from lamella._settings.sections import ParallelConfig
+from lamella_engine import load_scaling_state, local_scaling_state, scaling_state
 from lamella_precision import (
     Float8Recipe,
     MixedPrecisionPolicy,
@@ -24,6 +30,9 @@ _RECIPES = {
     "block": Float8Recipe((128, 128)),
 }
 """By `ParallelConfig.float8`."""
+
+EXPERT_AXES: Final = ("experts_data", "experts")
+"""The ranks with the same experts, and the ranks with shares of the experts."""
 
 _NUM_NAMED = 3
 
@@ -87,6 +96,71 @@ def product_lines(parallel: ParallelConfig, device: torch.device) -> list[str]:
         f"capability {needed}: the same values are multiplied in fp32, slower than bf16"
     )
     return [line]
+
+
+def whole_scaling_state(model: nn.Module) -> dict[str, list[list[float]]]:
+    """Return scales and past amaxes of delayed scaling, as `scaling_state` does, with those of all experts.
+
+    Each matrix of a stack has a scale of its own, a column in the stack's rows. The columns of all ranks side by side
+    are those of a run without `--experts`.
+
+    Args:
+        model: Sharded, between steps.
+
+    Effects: collective over all ranks, as `scaling_state`; with spread experts an all-gather of their rows instead,
+        over the ranks with shares of the experts.
+    """
+    axes = _axes_of_experts(model)
+    if not axes:
+        return scaling_state(model)
+    state = local_scaling_state(model)
+    axis = next(iter(axes.values()))
+    parts: list[dict[str, list[list[float]]]] = [{}] * axis.size()
+    dist.all_gather_object(parts, {name: rows for name, rows in state.items() if name in axes}, axis.get_group())
+    for name in parts[0]:
+        # Row by row: a row has a column for each of a rank's experts, and ranks hold experts in the order of ranks.
+        state[name] = [list(chain(*rows)) for rows in zip(*(part[name] for part in parts), strict=True)]
+    return state
+
+
+def load_whole_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
+    """Go on with the scales of `whole_scaling_state`, of which a rank takes those of its experts.
+
+    Args:
+        model: Sharded, with its main weights loaded.
+        state: Of a run with any `--experts`; {} starts all scales anew.
+
+    Returns:
+        The names of the parameters with delayed scaling that `state` lacks, whose scales start anew.
+
+    Raises:
+        ValueError: A parameter has another number of scales or of past amaxes.
+
+    Effects: waits for the device; not a collective.
+    """
+    parts = {
+        name: [_share(row, axis) for row in state[name]]
+        for name, axis in _axes_of_experts(model).items()
+        if name in state
+    }
+    return load_scaling_state(model, {**state, **parts})
+
+
+def _axes_of_experts(model: nn.Module) -> dict[str, DeviceMesh]:
+    """Return the ranks with shares of each stack of spread experts, by name."""
+    inner = EXPERT_AXES[1]
+    return {
+        name: parameter.device_mesh[inner]
+        for name, parameter in model.named_parameters()
+        # An unsharded stack has the inner axis alone.
+        if isinstance(parameter, DTensor) and inner in (parameter.device_mesh.mesh_dim_names or ())
+    }
+
+
+def _share(row: Sequence[float], axis: DeviceMesh) -> Sequence[float]:
+    num_columns = len(row) // axis.size()
+    first = axis.get_local_rank() * num_columns
+    return row[first : first + num_columns]
 
 
 def scale_lines(missing: Sequence[str], step: int) -> list[str]:

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lamella._model.activations import check_recompute, offload_activations, recompute
-from lamella._model.float8 import in_float8
+from lamella._model.float8 import EXPERT_AXES, in_float8
 from lamella._model.matrices import keep_whole
 from lamella._settings.sections import ParallelConfig
 from lamella._settings.sizes import budget_nbytes
@@ -81,7 +81,7 @@ def shard(
     units = sharding_units(model)
     shared_rows = pieces = None
     if parallel.experts > 1:
-        spread_experts(model, _experts_mesh(parallel))
+        spread_experts(model, _neighbours(parallel, parallel.experts, EXPERT_AXES))
     check_recompute(units, parallel)
     if parallel.tensor_parallel > 1:
         tensor_mesh = _neighbours(parallel, parallel.tensor_parallel, TENSOR_AXES)
@@ -139,14 +139,8 @@ def _num_shards(parallel: ParallelConfig) -> int:
     return dist.get_world_size() // (1 if parallel.spread_states else parallel.replicate)
 
 
-def _experts_mesh(parallel: ParallelConfig) -> DeviceMesh:
-    """The ranks with the same experts along an outer axis, the ranks with shares of the experts along the inner one."""
-    shape = (dist.get_world_size() // parallel.experts, parallel.experts)
-    return init_device_mesh(parallel.device, shape, mesh_dim_names=("experts_data", "experts"))
-
-
 def _neighbours(parallel: ParallelConfig, count: int, names: tuple[str, ...]) -> DeviceMesh:
-    """All ranks on two axes with names: the inner one of `count` neighbours with the same sequences."""
+    """All ranks on two axes with names: the inner one of `count` neighbours."""
     return init_device_mesh(parallel.device, (dist.get_world_size() // count, count), mesh_dim_names=names)
 
 
