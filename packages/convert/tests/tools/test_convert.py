@@ -284,6 +284,13 @@ def test_weights_are_cast_and_their_optimizers_state_is_not(tmp_path: Path) -> N
     assert torch.equal(loaded["model"]["hidden.weight"], model.get_parameter("hidden.weight").detach().bfloat16())
 
 
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_weights_of_a_submodule_called_optimizer_are_cast(tmp_path: Path, to: Target) -> None:
+    save(tmp_path / "a", model=nn.ModuleDict({"encoder": nn.Linear(2, 2), "optimizer": nn.Linear(2, 2)}))
+    convert(tmp_path / "a", tmp_path / "b", to=to, dtype=torch.bfloat16)
+    assert {info.dtype for info in open_checkpoint(tmp_path / "b").tensors.values()} == {torch.bfloat16}
+
+
 def test_a_configuration_says_the_dtype_that_was_written(tmp_path: Path) -> None:
     source = published(tmp_path / "a", {"a": torch.ones(2)}, text_config={"torch_dtype": "float32"})
     convert(source, tmp_path / "b", to="hf", dtype=torch.bfloat16)

@@ -123,7 +123,8 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
     written = _as_float8(named, wish)
     if wish.to == "dcp" and (extra_by_rank := extra_by_rank_of(opened)):
         written = WithObjects(written, extra_by_rank)
-    dtypes = dtypes_of(written, (name for name in written.tensors if name not in written_ties), wish.dtype)
+    names = (name for name in written.tensors if name not in written_ties)
+    dtypes = dtypes_of(written, names, wish.dtype, have_sections=wish.to != "hf")
     return Plan(
         source=written,
         dtypes=dtypes,
@@ -268,13 +269,24 @@ KEPT: Final[Mapping[Target, Callable[[str], str | None]]] = {
 """The name of a native name in each format; None if the format has no place for the value."""
 
 
-def dtypes_of(source: Source, names: Iterable[str], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in the target: weights are cast; scales and optimizer state are not."""
+def dtypes_of(
+    source: Source, names: Iterable[str], dtype: torch.dtype | None, *, have_sections: bool = True
+) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in the target: weights are cast; scales and optimizer state are not.
+
+    Args:
+        source: The tensors to write.
+        names: The names of some of them.
+        dtype: The dtype of cast weights; None casts none.
+        have_sections: Whether names tell the optimizer's state by `optimizer.`; False for a model's own names, among
+            which a submodule may be called so.
+    """
+
+    def is_kept(name: str) -> bool:
+        return (have_sections and name.startswith("optimizer.")) or is_scale(source, name)
+
     infos = {name: source.tensors[name] for name in names}
-    return {
-        name: info.dtype if name.startswith("optimizer.") or is_scale(source, name) else stored_dtype(info.dtype, dtype)
-        for name, info in infos.items()
-    }
+    return {name: info.dtype if is_kept(name) else stored_dtype(info.dtype, dtype) for name, info in infos.items()}
 
 
 def _most_common(source: Source, dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
