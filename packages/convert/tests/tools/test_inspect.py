@@ -10,7 +10,7 @@ import torch
 
 from lamella_checkpoint import CheckpointUntrusted, save
 from lamella_checkpoint.testing import forget_checksums
-from lamella_convert import Format, diff, inspect, save_safetensors, verify
+from lamella_convert import Format, convert, diff, inspect, save_safetensors, verify
 from lamella_convert._tools import diff as _diff
 from lamella_convert._tools import inspect as _inspect
 from lamella_testing import run_ranks
@@ -188,6 +188,16 @@ def test_objects_are_compared_too(kit: Kit, tmp_path: Path) -> None:
     save(tmp_path / "b", model=model, optimizer=optimizer)
     report = diff(tmp_path / "a", tmp_path / "b")
     assert report.differences[0] == ("optimizer.param_groups.embed.weight.lr", "0.05", "0.5", "object")
+
+
+def test_values_beside_model_and_optimizer_that_one_side_lacks_are_no_difference(tmp_path: Path) -> None:
+    entries = {"model": {"w": torch.ones(2)}, "step": 3, "scheduler": {"last_epoch": 3}}
+    a = torch_save(entries, tmp_path / "a.pt")
+    for to in ("dcp", "torch", "hf"):
+        convert(a, tmp_path / to, to=to)
+        assert not diff(a, tmp_path / to) and not diff(tmp_path / to, a)
+    b = torch_save({**entries, "step": 4, "epoch": 1}, tmp_path / "b.pt")
+    assert [difference.name for difference in diff(a, b).differences] == ["step"]
 
 
 def test_diff_reads_tensors_in_pieces_and_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

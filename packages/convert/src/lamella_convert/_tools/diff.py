@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lamella_convert._formats.open import open_checkpoint
+from lamella_convert._tools.plan import section_name
 from lamella_files import CheckpointUntrusted, Place, Source, Wanted, pieces, printable, short
 
 OnProgress = Callable[[int, int], None]
@@ -88,6 +89,9 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints of any formats, under native names.
 
+    Values of `extra`, as a step, are not compared. Objects beside the model and the optimizer, as a step in a file of
+    `torch.save`, are compared where both checkpoints have them.
+
     Args:
         a: A checkpoint: its path, or a source with the names to compare by, `translate(open_checkpoint(path), ...)`.
         b: The other checkpoint.
@@ -127,13 +131,14 @@ class _Comparison:
         values = self._values([name for name in names if name in names_in_b and self._are_comparable(name)])
         for name in (*self._a.tensors, *self._a.objects):
             if name not in names_in_b:
-                yield Difference(name, _description(self._a, name), None, "name")
+                if _counts_alone(self._a, name):
+                    yield Difference(name, _description(self._a, name), None, "name")
                 continue
             differences = [*self._named_differences(name), *([values[name]] if name in values else [])]
             self.num_equal += not differences
             yield from differences
         for name in (*self._b.tensors, *self._b.objects):
-            if name not in names_in_a:
+            if name not in names_in_a and _counts_alone(self._b, name):
                 yield Difference(name, None, _description(self._b, name), "name")
 
     def _are_comparable(self, name: str) -> bool:
@@ -200,6 +205,12 @@ class _Comparison:
                     num_free -= piece.numel * itemsize
         if batch:
             yield batch
+
+
+def _counts_alone(source: Source, name: str) -> bool:
+    """Whether a name of one side alone is a difference: a tensor's, or an object's of the model or the optimizer."""
+    # Every conversion lacks the step and the like beside the sections: it drops them, or moves them into `extra`.
+    return name in source.tensors or section_name(name) is not None
 
 
 def _are_equal(a: object, b: object) -> bool:
