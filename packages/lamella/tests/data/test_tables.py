@@ -116,6 +116,40 @@ def test_folders_hold_tables_beside_text_and_skip_tables_without_documents(tmp_p
     assert corpus.num_skipped == 1
 
 
+@pytest.mark.parametrize("state", [None, "{}", '{"_data_files": [{"filename": "data-00000-of-00002.arrow"}]}'])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_results_that_datasets_caches_in_the_folder_of_a_data_set_are_left_out(
+    tmp_path: Path, streaming: bool, state: str | None
+) -> None:
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(TEXTS).save_to_disk(folder)
+    table = datasets.load_from_disk(folder)
+    table.map(lambda row: {"text": row["text"].upper()}).filter(bool, input_columns="text")
+    table.map(lambda row: {"text": row["text"].lower()}, num_proc=2)
+    assert len([*folder.glob("cache-*.arrow")]) == 4
+    assert file_names(collect([str(folder)], 0.25, streaming=streaming)) == ["data-00000-of-00001.arrow"]
+    # Without a state that fits the folder, names alone tell cached results from other tables.
+    (folder / "cache-of-letters.arrow").write_bytes((folder / "data-00000-of-00001.arrow").read_bytes())
+    (folder / "state.json").unlink() if state is None else (folder / "state.json").write_text(state)
+    expected = ["cache-of-letters.arrow", "data-00000-of-00001.arrow"]
+    assert file_names(collect([str(folder)], 0.25, streaming=streaming)) == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_shards_of_a_data_set_saved_earlier_are_left_out(tmp_path: Path, streaming: bool) -> None:
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(TEXTS).save_to_disk(folder, num_shards=3)
+    datasets.Dataset.from_list(TEXTS).save_to_disk(folder, num_shards=2)
+    assert len([*folder.glob("*.arrow")]) == 5
+    (folder / "more.txt").write_text("Text beside the data set.\n" * 9)
+    corpus = collect([str(folder)], 0.25, streaming=streaming)
+    assert file_names(corpus) == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow", "more.txt"]
+
+
+def file_names(corpus: Corpus) -> list[str]:
+    return sorted({file.name for file in (*corpus.train, *corpus.validation, *corpus.streamed)})
+
+
 def test_a_run_on_a_table_has_the_tokens_of_a_run_on_json_lines(config: Config, tmp_path: Path) -> None:
     def tokens(path: Path) -> torch.Tensor:
         settings = replace(config.data, paths=(str(path),))

@@ -1,13 +1,16 @@
 """The search for the files of a text: folders are walked in the order of names, and no file is found twice."""
 
 import os
+import re
 import stat
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from lamella._data.streamed_files import StreamedFile, StreamedSource, stream_file
 from lamella._data.streamed_tables import StreamedTable, stream_hub
@@ -15,10 +18,14 @@ from lamella._data.tables import HUB, SourceFile, TableFile, is_table, scan_hub,
 from lamella._data.text_files import TextFile, scan_text, unreadable
 from lamella._settings.named_texts import named_texts
 from lamella._settings.options import ConfigError
+from lamella._settings.parsing import parse_json
 
 _ARROW_SUFFIX: Final = ".arrow"
-_BESIDE_ARROW: Final = ("dataset_info.json", "state.json")
+_STATE: Final = "state.json"
+_BESIDE_ARROW: Final = ("dataset_info.json", _STATE)
 _OVER_ARROW: Final = "dataset_dict.json"
+_CACHE: Final = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
+"""The files that `map` and `filter` of `datasets` write beside a data set's Arrow files, named by a fingerprint."""
 
 
 F = TypeVar("F", TextFile | TableFile, StreamedFile | StreamedTable)
@@ -154,9 +161,9 @@ class Search:
         for folder, subfolders, names in os.walk(root, onerror=refuse):
             subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
             subfolders[:] = [name for name in subfolders if self._is_unvisited(Path(folder, name))]
-            for path in (Path(folder, name) for name in sorted(_documents(names)) if name.endswith(suffix)):
+            for path in _documents(Path(folder), names):
                 # Pipes are skipped: reading a pipe waits for the writer.
-                if path.is_file() and self._is_unvisited(path):
+                if path.name.endswith(suffix) and path.is_file() and self._is_unvisited(path):
                     yield scanner.file(path.relative_to(root).as_posix(), path, is_named=False)
 
 
@@ -166,10 +173,25 @@ def description(paths: Sequence[str]) -> str:
     return ", ".join(paths) if paths else f"the Python {version} standard library"
 
 
-def _documents(names: Sequence[str]) -> Iterator[str]:
-    """Yield the names of a folder's files but those that `datasets` writes beside its Arrow files."""
-    has_arrow = any(name.endswith(_ARROW_SUFFIX) for name in names)
-    return (name for name in names if name != _OVER_ARROW and not (has_arrow and name in _BESIDE_ARROW))
+def _documents(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yield a folder's files in the order of names, but those that `datasets` writes beside a data set's rows."""
+    left_out = {_OVER_ARROW}
+    if tables := {name for name in names if name.endswith(_ARROW_SUFFIX)}:
+        left_out |= {*_BESIDE_ARROW, *(tables - _shards(folder, tables))}
+    return (folder / name for name in sorted(names) if name not in left_out)
+
+
+def _shards(folder: Path, tables: AbstractSet[str]) -> AbstractSet[str]:
+    """Return the Arrow files of a folder that hold the rows of its data set.
+
+    The others hold the same rows again: cached results, and shards of a data set that was saved there before.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):  # A folder without a state, or with a damaged one
+        state: Any = parse_json((folder / _STATE).read_text(encoding="utf-8"))
+        shards = {file["filename"] for file in state["_data_files"]}
+        if shards <= tables:
+            return shards
+    return {name for name in tables if not _CACHE.fullmatch(name)}
 
 
 def _named(path: Path, flag: str, scanner: Scanner[F]) -> F:
