@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ def write_table(path: Path, records: Sequence[dict[str, Any]]) -> Path:
 
 def documents(corpus: Corpus) -> list[Any]:
     """Return the parts of all documents, without the records' positions."""
-    every = parts([*corpus.train, *corpus.validation])
+    every = [*parts([*corpus.train, *corpus.validation])]
+    every += [part for document in documents_of(corpus.streamed) for part in document.parts]
     return [(part.messages, part.tools) if isinstance(part, Chat) else part for part in every]
 
 
@@ -78,6 +80,66 @@ def test_a_table_of_conversations_has_no_fields_of_null(tmp_path: Path, name: st
     corpus = collect([str(write_table(tmp_path / name, chats))], 0.25)
     assert documents(corpus) == documents(collect([str(write_lines(tmp_path / "a.jsonl", chats))], 0.25))
     assert survey(corpus.train).first_chat is not None
+
+
+def chat_with_call(arguments: object, **fields: object) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": arguments}}
+    question = {"role": "user", "content": "Which?", **fields}
+    return {"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
+
+
+ARGUMENTS = [{"x": 0.3, "y": "s"}, {"x": "caf\u00e9", "z": [1, None]}, {"k": {"q": None}}, {}]
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older versions have no type of JSON")
+@pytest.mark.parametrize(
+    "chats",
+    [
+        [chat_with_call(arguments) for arguments in ARGUMENTS * 5],
+        # Contents of two kinds make JSON of each message.
+        [chat_with_call({}), *(chat_with_call(arguments, content=[{"text": "Which?"}]) for arguments in ARGUMENTS * 5)],
+    ],
+    ids=["arguments", "messages"],
+)
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "hf:ada/letters"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_json_in_a_column_is_read_as_json_lines_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool, name: str, chats: list[dict[str, Any]]
+) -> None:
+    table = datasets.Dataset.from_list(chats, on_mixed_types="use_json")
+    assert "Json" in str(table.features["messages"])
+    expected = documents(collect([str(write_lines(tmp_path / "a.jsonl", chats))], 0.25))
+    path = str(tmp_path / name)
+    if name.startswith("hf:"):
+        path, rows = name, table.to_iterable_dataset() if streaming else table
+        monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: rows)
+    elif name == "a.parquet":
+        table.to_parquet(path)
+    else:
+        table.save_to_disk(tmp_path / "saved")
+        next((tmp_path / "saved").glob("*.arrow")).rename(path)
+    assert documents(collect([path], 0.25, streaming=streaming)) == expected
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="older versions have no type of JSON")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('"\\ud800"', "Expected whole characters in row 7 of .*a.parquet', got half of one"),
+        ('{"x": ', "Expected to read .*a.parquet', got .*value at column 7"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_damaged_json_in_a_column_is_refused_in_one_line(
+    tmp_path: Path, streaming: bool, content: str, message: str
+) -> None:
+    pa, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
+    texts = pa.array(['"a"'] * 6 + [content], pa.string())
+    parquet.write_table(pa.table({"text": pa.ExtensionArray.from_storage(pa.json_(), texts)}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=message) as refusal:
+        documents(collect([str(tmp_path / "a.parquet")], 0.25, streaming=streaming))
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz"])

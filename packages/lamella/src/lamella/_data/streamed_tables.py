@@ -16,6 +16,7 @@ from lamella._data.json_files import COLUMNS, Form
 from lamella._data.tables import (
     BATCH_SIZE,
     HUB,
+    batch_rows,
     has_documents,
     opened_table,
     record_text,
@@ -103,7 +104,8 @@ class StreamedTable:
         for group in range(first_group, groups.num_shards):
             num_rows = 0
             for batch in self._batches(groups, group):
-                rows = batch.slice(max(0, num_passed - num_rows)).to_pylist()
+                with refused_table(self.path):
+                    rows = batch_rows(batch.slice(max(0, num_passed - num_rows)))
                 num_rows += batch.num_rows
                 for number, row in enumerate(rows, start=num_rows - len(rows) + 1):
                     num_records += 1

@@ -23,6 +23,7 @@ from lamella._data.json_files import COLUMN_SETS, COLUMN_SETS_IN_WORDS, COLUMNS,
 from lamella._data.separated import is_separated, separated_columns, separated_rows
 from lamella._data.text_files import READ_ERRORS, TextFile, changed
 from lamella._settings.options import ConfigError, in_short, shown
+from lamella._settings.parsing import parse_json
 
 HUB: Final = "hf:"
 """The beginning of the name of a data set of the Hub."""
@@ -36,6 +37,9 @@ _BUILDERS: Final[Mapping[str, Literal["parquet", "arrow"]]] = {
 _NUM_NAMED: Final = 8
 BATCH_SIZE: Final = 256
 """Rows that are read together: row by row, a data set takes several times as long."""
+
+_JSON_TYPE: Final = "arrow.json"
+"""The name of Arrow's type of texts that hold JSON, `Json` of `datasets`."""
 
 _LOGGERS: Final = ("datasets", "huggingface_hub")
 
@@ -196,11 +200,13 @@ def record_text(row: Mapping[str, object], position: object) -> str:
         ConfigError: A column of bytes is no UTF-8.
     """
     try:
-        return json.dumps(_without_nulls(row), ensure_ascii=False, default=_as_text)
+        text = json.dumps(row, ensure_ascii=False, default=_as_text)
     except UnicodeDecodeError:
         raise ConfigError(
             f"Expected UTF-8 text in {position}, got other bytes. Convert the column, or leave the row out."
         ) from None
+    # Half characters, which only JSON in a column can hold, become escapes again: `document` refuses them by the row.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _as_text(value: object) -> str:
@@ -221,7 +227,22 @@ def _rows(path: Path | str, start: int, stop: int | None) -> Iterable[Mapping[st
 
 def _table_rows(table: Any) -> Iterator[Mapping[str, object]]:
     for batch in table.with_format("arrow").iter(BATCH_SIZE):
-        yield from batch.to_pylist()
+        yield from batch_rows(batch)
+
+
+def batch_rows(batch: Any) -> list[dict[str, object]]:
+    """Return the rows of an Arrow table: JSON in columns is parsed, and fields of null are left out.
+
+    `datasets` writes values whose fields differ from row to row, as the arguments of calls, as JSON.
+
+    Raises:
+        ValueError: A text under a column of JSON is not JSON. The message is one line.
+    """
+    rows = [_without_nulls(row) for row in batch.to_pylist()]
+    # Types hold the names of the types in them; a field of that name costs time alone.
+    if any(_JSON_TYPE in str(kind) for kind in batch.schema.types):
+        rows = [_with_parsed_json(row, batch.schema) for row in rows]
+    return rows
 
 
 def _without_nulls(column: Any) -> Any:
@@ -232,6 +253,20 @@ def _without_nulls(column: Any) -> Any:
     if isinstance(column, dict):
         return {name: _without_nulls(field) for name, field in column.items() if field is not None or name == "content"}
     return [_without_nulls(element) for element in column] if isinstance(column, list) else column
+
+
+def _with_parsed_json(column: Any, kind: Any) -> Any:
+    """Parse the texts in a column whose Arrow type is JSON; nulls in them are the writer's.
+
+    Numbers are parsed by Python, as those of JSON lines: `datasets` reads 0.3 as 0.30000000000000004.
+    """
+    if getattr(kind, "extension_name", None) == _JSON_TYPE:
+        return column if column is None else parse_json(column, is_line=True)
+    if isinstance(column, dict):
+        return {name: _with_parsed_json(field, kind.field(name).type) for name, field in column.items()}
+    if isinstance(column, list):
+        return [_with_parsed_json(element, getattr(kind, "value_type", None)) for element in column]
+    return column
 
 
 def _columns(path: Path | str) -> list[str]:
