@@ -236,6 +236,22 @@ def test_a_folder_is_searched_as_for_a_prepared_run_without_reading_its_files(tm
     assert held_out.describe().startswith(f"streamed from 6 files, {sum(f.nbytes or 0 for f in held_out.streamed):,} b")
 
 
+@pytest.mark.parametrize("num_bytes", [3, (1 << 20) - 1])
+def test_a_file_in_a_folder_whose_last_byte_begins_a_character_is_skipped(tmp_path: Path, num_bytes: int) -> None:
+    (tmp_path / "a.txt").write_text("Text.\n" * 9)
+    (tmp_path / "b.txt").write_bytes(b"a" * num_bytes + "\u00e9".encode("latin-1"))
+    prepared, corpus = collect([str(tmp_path)], 0.1), collect([str(tmp_path)], 0.1, streaming=True)
+    assert prepared.num_skipped == corpus.num_skipped == 1
+    assert forms(corpus) == {"a.txt": "text"}
+    with pytest.raises(ConfigError, match=r"Expected UTF-8 text in '.*b.txt', got other bytes"):
+        collect([str(tmp_path / "b.txt")], 0.1, streaming=True)
+
+
+def test_a_character_that_two_blocks_share_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * ((1 << 20) - 1) + "\u00e9".encode())
+    assert forms(collect([str(tmp_path)], 0.1, streaming=True)) == {"a.txt": "text"}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -152,10 +152,12 @@ def stream_file(name: str, path: Path, *, is_named: bool) -> StreamedSource | No
 
 def _stream_text(name: str, path: Path, *, is_named: bool) -> StreamedFile | None:
     with refused_damage(path):
-        block = next(blocks(path, 0), b"")
+        content = blocks(path, 0)
+        block = next(content, b"")
         nbytes = path.stat().st_size if block else 0  # The content of a compressed file may be empty.
         try:
-            _checked_text(codecs.getincrementaldecoder("utf-8")().decode(block))
+            # The block may end within a character, unless the content ends there too.
+            _checked_text(codecs.getincrementaldecoder("utf-8")().decode(block, final=not next(content, b"")))
             form = form_of(path, suffix_of(path), decoded(path), is_named=is_named)
         except UnicodeDecodeError:
             if is_named:
