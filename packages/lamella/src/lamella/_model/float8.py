@@ -98,7 +98,7 @@ def product_lines(parallel: ParallelConfig, device: torch.device) -> list[str]:
     return [line]
 
 
-def whole_scaling_state(model: nn.Module) -> dict[str, list[list[float]]]:
+def gathered_scaling_state(model: nn.Module) -> dict[str, list[list[float]]]:
     """Return scales and past amaxes of delayed scaling, as `scaling_state` does, with those of all experts.
 
     Each matrix of a stack has a scale of its own, a column in the stack's rows. The columns of all ranks side by side
@@ -123,8 +123,8 @@ def whole_scaling_state(model: nn.Module) -> dict[str, list[list[float]]]:
     return state
 
 
-def load_whole_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
-    """Go on with the scales of `whole_scaling_state`, of which a rank takes those of its experts.
+def load_gathered_scaling_state(model: nn.Module, state: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
+    """Go on with the scales of `gathered_scaling_state`, of which a rank takes those of its experts.
 
     Args:
         model: Sharded, with its main weights loaded.

@@ -8,7 +8,7 @@ from lamella._data.batches import TokenBatch
 from lamella._data.tokens import load_tokens
 from lamella._model.attention import attention_lines, with_default_attention
 from lamella._model.building import build
-from lamella._model.float8 import load_whole_scaling_state, product_lines, scale_lines, whole_scaling_state
+from lamella._model.float8 import gathered_scaling_state, load_gathered_scaling_state, product_lines, scale_lines
 from lamella._model.published_dtype import recorded_dtype
 from lamella._processes.agreement import Agreement, agreed_error, from_first_rank
 from lamella._processes.determinism import deterministic_lines
@@ -169,7 +169,7 @@ class Trainer:
             for group, group_settings in zip(self._optimizer.param_groups, settings, strict=True):
                 # The checkpoint has options too; the run's settings were printed, and count.
                 group.update(group_settings)
-            lines += scale_lines(load_whole_scaling_state(self._model, extra.get("scaling", {})), step)
+            lines += scale_lines(load_gathered_scaling_state(self._model, extra.get("scaling", {})), step)
             return step
         except CheckpointDamaged as error:  # on every rank
             raise damaged(checkpoints, latest, f"{error}") from error
@@ -263,7 +263,7 @@ class Trainer:
         }
         if not self._config.data.streaming:  # Another start of streamed text has another window's mean.
             extra["tokens_a_step"] = self._tokens_a_step
-        if scaling := whole_scaling_state(self._model):
+        if scaling := gathered_scaling_state(self._model):
             extra["scaling"] = scaling
         with self._rank.pulse.saving():
             self._saves.save(step, extra, progress.say, wait=wait)
