@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_pieces import NUM_PIECES, write_sentence_pieces
 from trained_runs import Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lamella._data.tokenizer import read_tokenizer
+from lamella._inference.generation import TextStream
 from lamella.cli import main
 
 PROMPT = "def f("
@@ -46,6 +49,48 @@ def test_the_text_is_that_of_transformers(
     output = generated(capsys, str(path), PROMPT, "--max-tokens", "12", "--temperature", "0", "--device", "cpu")
     assert output == f"{PROMPT}{expected}\n"
     assert {path: path.stat().st_mtime_ns for path in trained.directory.root.rglob("*")} == before
+
+
+def test_a_generated_text_has_the_spaces_of_a_decoder_that_strips_the_first(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pieces"
+    shutil.copytree(exported, folder)
+    write_sentence_pieces(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = tokenizer("for x in", return_tensors="pt")["input_ids"]
+    torch.manual_seed(1)
+    options = {"max_new_tokens": 40, "do_sample": True, "temperature": 2.0}
+    expected = tokenizer.decode(
+        model.generate(inputs, attention_mask=torch.ones_like(inputs), **options)[0], skip_special_tokens=True
+    )
+    assert expected.startswith("for x in ")
+    argv = ["--max-tokens", "40", "--temperature", "2", "--seed", "1", "--device", "cpu"]
+    capsys.readouterr()
+    assert generated(capsys, str(folder), "for x in", *argv) == f"{expected}\n"
+
+
+@pytest.mark.parametrize("is_byte_level", [True, False])
+def test_a_stream_of_tokens_is_the_text_of_all_in_whole_characters(
+    exported: Path, tmp_path: Path, is_byte_level: bool
+) -> None:
+    if not is_byte_level:
+        write_sentence_pieces(tmp_path, "\n\u4e2d".encode())
+    tokenizer = read_tokenizer(exported if is_byte_level else tmp_path, NUM_PIECES)
+    prompt, text = "for x in", " -den\n    if\n\n  \u4e2d\u4e2d in\u4e2d  "
+    tokens = tokenizer.prompt_tokens(prompt + text)
+    context, tokens = tokens[: len(tokenizer.prompt_tokens(prompt))], tokens[len(tokenizer.prompt_tokens(prompt)) :]
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, context, pieces.append)
+    stream.put(torch.tensor([context]))
+    for token in (tokenizer.end, *tokens, tokenizer.end):
+        stream.put(torch.tensor([token]))
+    assert "".join(pieces) == tokenizer.text_after(context, tokens) == text
+    assert len(pieces) == len(tokens) - 2 * 3  # a character of three bytes comes with its last token
+    stream.put(torch.tensor(tokenizer.prompt_tokens("\u4e2d")[-2:-1]))
+    stream.end()
+    assert "".join(pieces) == text + "\ufffd"  # half a character, at the end alone
 
 
 def test_random_choices_follow_from_the_seed(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:

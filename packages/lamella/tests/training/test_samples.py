@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_pieces import NUM_PIECES, write_sentence_pieces
 from trained_runs import Run, TrainOn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamella import Config
+from lamella._data.tokenizer import read_tokenizer
 from lamella._model.spec import load_spec
 from lamella._processes.placement import DataShare, Rank, place
 from lamella._record.metrics import SampleRecord, read
@@ -86,6 +88,27 @@ def test_a_sample_ends_at_the_tokens_at_which_generation_ends(
     tokens = iter([5, 9, 6])
     monkeypatch.setattr(samples_of_run, "_next", lambda *_: next(tokens))
     assert samples_of_run._continuation(torch.nn.Identity(), [1], torch.Generator()) == [5, 9]
+
+
+def test_a_sample_begins_with_the_space_that_a_decoder_strips_from_a_text(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = prepare(place(config)).directory
+    write_sentence_pieces(directory.model)
+    rank = Rank(rank=0, num_ranks=1, device=torch.device("cpu"))
+    run = RunConfig(sample=("for x in",), sample_tokens=2)
+    samples_of_run = Samples(run, directory, load_spec(str(directory.model)), rank, DataShare(0, 1))
+    for function in ("all_reduce", "all_gather_object"):
+        monkeypatch.setattr(f"lamella._training.samples.dist.{function}", _alone)
+    tokens = iter(read_tokenizer(directory.model, NUM_PIECES).prompt_tokens("for x in -den")[-2:])
+    monkeypatch.setattr(samples_of_run, "_next", lambda *_: next(tokens))
+    assert [record.text for record in samples_of_run.records(torch.nn.Identity(), 1)] == [" -den"]
+
+
+def _alone(outputs: list[str] | torch.Tensor, text: str | None = None, **_: object) -> None:
+    """Do a collective of this process alone."""
+    if isinstance(outputs, list) and text is not None:
+        outputs[0] = text
 
 
 def test_float8_with_past_amaxes_trains_alike_with_samples(config: Config, train: TrainOn) -> None:

@@ -73,6 +73,17 @@ class RunTokenizer:
         """
         return [int(token) for token in cast("list[int]", self.tokenizer(prompt)["input_ids"])] or [self.end]
 
+    def text_after(self, context: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text of tokens behind others, without special tokens.
+
+        SentencePiece's decoders strip the first space of a text: decoded alone, the tokens would lose theirs.
+        """
+        before, text = (
+            str(self.tokenizer.decode([*sequence], skip_special_tokens=True))
+            for sequence in (context, (*context, *tokens))
+        )
+        return text[len(before) :]
+
     def identity(self) -> str:
         """Return a text that differs between tokenizers with different tokens for a text."""
         backend = self.backend

@@ -89,9 +89,10 @@ class Samples:
         # Every rank runs the same number of forwards, or their all-gathers would hang: padding repeats a prompt.
         index = start + self._share.number if start + self._share.number < len(self._prompts) else start
         seed = random.Random(f"{self._run.seed} sample {step} {index}").getrandbits(63)
-        tokens = self._continuation(model, self._prompts[index], torch.Generator().manual_seed(seed))
+        prompt = self._prompts[index]
+        tokens = self._continuation(model, prompt, torch.Generator().manual_seed(seed))
         texts = [""] * self._rank.num_ranks
-        dist.all_gather_object(texts, str(self._tokenizer.tokenizer.decode(tokens, skip_special_tokens=True)))
+        dist.all_gather_object(texts, self._tokenizer.text_after(prompt, tokens))
         return texts[:: self._rank.num_ranks // self._share.num_shares][: len(self._prompts) - start]
 
     def _continuation(self, model: nn.Module, prompt: Sequence[int], generator: torch.Generator) -> list[int]:
