@@ -73,6 +73,9 @@ TINY_LLAMA: Mapping[str, object] = {
     "num_key_value_heads": 1,
 }
 
+_VALIDATION_FRACTION = 0.4
+"""With this fraction one of the three source files is held out, and none is cut."""
+
 
 @pytest.fixture
 def text_folder(tmp_path: Path) -> Path:
@@ -107,6 +110,7 @@ def options(tmp_path: Path, text_folder: Path, model_file: Path) -> list[str]:
     options = {
         "--model": model_file,
         "--data": text_folder,
+        "--validation-fraction": _VALIDATION_FRACTION,
         "--run-dir": tmp_path / "run",
         "--device": "cpu",
         "--steps": 6,
@@ -138,7 +142,11 @@ def _configure(folder: Path, text_folder: Path, model_file: Path) -> Config:
     return resolve(
         {
             "model": {"name": str(model_file)},
-            "data": {"paths": (str(text_folder),), "sequence_length": 32},
+            "data": {
+                "paths": (str(text_folder),),
+                "sequence_length": 32,
+                "validation_fraction": _VALIDATION_FRACTION,
+            },
             "optim": {"steps": 6, "batch_size": 8, "warmup_steps": 2},
             "parallel": {"device": "cpu"},
             "run": {

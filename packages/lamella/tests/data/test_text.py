@@ -63,9 +63,31 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     assert ["".join(file.pieces()) for file in (*corpus.train, *corpus.validation)] == ["one\n", "\ufefftwo\n"]
 
 
-def test_a_file_that_is_most_of_the_text_is_trained_on(tmp_path: Path) -> None:
-    corpus = collect([str(write(tmp_path / "text", big="word " * 1000, small="word\n"))], 0.05)
-    assert (names(corpus.train), names(corpus.validation)) == (["big.txt"], ["small.txt"])
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("sizes", [*([1000] * count for count in (1, 2, 3, 4, 8, 50)), [9000, 50, 20, 10], [600, 300]])
+def test_the_fraction_is_held_out_of_few_files_and_of_a_file_that_is_most_of_the_text(
+    tmp_path: Path, sizes: list[int], fraction: float
+) -> None:
+    texts = {f"file{index}": "line\n" * (size // 5) for index, size in enumerate(sizes)}
+    corpus = collect([str(write(tmp_path / "text", **texts))], fraction)
+    held_out, train = (sum(file.nbytes for file in files) for files in (corpus.validation, corpus.train))
+    assert held_out + train == sum(map(len, texts.values()))
+    share = held_out / (held_out + train)
+    assert fraction <= share + 0.001 <= 2 * fraction and (1 - fraction) / 2 <= 1 - share
+    assert corpus.describe().startswith(f"{len(sizes)} files, {held_out + train:,} bytes of ")
+    assert corpus.describe().endswith(f"({share:.1%} held out)")
+    pieces: dict[str, str] = {}
+    for file in (*corpus.train, *corpus.validation):
+        pieces[file.name] = pieces.get(file.name, "") + "".join(file.pieces())
+    assert pieces == {f"{name}.txt": text for name, text in texts.items()}
+    assert corpus.fingerprint() == collect([str(tmp_path / "text")], fraction).fingerprint()
+
+
+def test_the_end_of_the_largest_file_is_held_out_where_no_whole_file_fits(tmp_path: Path) -> None:
+    root = write(tmp_path / "text", a="word\n" * 100, b="word\n" * 200, c="word\n" * 2)
+    corpus = collect([str(root)], 0.1)
+    assert (names(corpus.train), names(corpus.validation)) == (["a.txt", "b.txt"], ["b.txt", "c.txt"])
+    assert sum(file.nbytes for file in corpus.validation) == pytest.approx(0.1 * 1510, abs=5)
 
 
 def test_changed_text_changes_the_fingerprint(tmp_path: Path) -> None:

@@ -8,19 +8,28 @@ from lamella._data.tables import SourceFile
 
 
 def split(files: Sequence[SourceFile], fraction: float) -> tuple[Iterable[SourceFile], Iterable[SourceFile]]:
-    """Hold out whole files, in the order of their names' hashes, up to the fraction; cut a single file in two."""
+    """Hold out a fraction of the bytes: files in the order of their names' hashes, without those that are too large.
+
+    Where these files fall short of the fraction, the end of the largest file makes up the rest.
+    """
     if len(files) == 1:
         return files[0].cut(fraction)
     total = sum(file.nbytes for file in files)
+    # With few files, a whole one may be many times the fraction: text that the user meant to train on.
+    bound = min(2 * fraction, (1 + fraction) / 2) * total
     held_out: set[int] = set()
     nbytes = 0
     for index in sorted(range(len(files)), key=lambda index: _hash(files[index].name)):
-        # A file with more than half of all bytes always goes to training: held out, little text would be left.
-        if nbytes < fraction * total and 2 * files[index].nbytes <= total:
+        if nbytes < fraction * total and nbytes + files[index].nbytes <= bound:
             held_out.add(index)
             nbytes += files[index].nbytes
-    train = [file for index, file in enumerate(files) if index not in held_out]
-    return train, [files[index] for index in sorted(held_out)]
+    parts = [([], [file]) if index in held_out else ([file], []) for index, file in enumerate(files)]
+    if (rest := fraction * total - nbytes) >= 1:
+        others = [index for index in range(len(files)) if index not in held_out]
+        largest = max(others, key=lambda index: files[index].nbytes)
+        train, validation = files[largest].cut(rest / files[largest].nbytes)
+        parts[largest] = [*train], [*validation]
+    return [file for first, _ in parts for file in first], [file for _, second in parts for file in second]
 
 
 def _hash(name: str) -> bytes:

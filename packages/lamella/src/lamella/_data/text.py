@@ -49,8 +49,9 @@ class Corpus:
         """Return one line on the files, bytes and source of the text."""
         skipped = f"; skipped {self.num_skipped} that are not text" if self.num_skipped else ""
         if self.validation_source is None:
-            size = _size((*self.train, *self.validation))
-            return f"{size} of {self.source} ({len(self.validation):,} held out){skipped}"
+            files = (*self.train, *self.validation)
+            share = sum(file.nbytes for file in self.validation) / sum(file.nbytes for file in files)
+            return f"{_size(files)} of {self.source} ({share:.1%} held out){skipped}"
         validation = f"validation on {_size(self.validation)} of {self.validation_source}"
         if self.streamed:
             return f"streamed from {_size(self.streamed)} of {self.source}; {validation}{skipped}"
@@ -69,7 +70,8 @@ def streamed_identity(files: Iterable[StreamedSource]) -> str:
 
 def _size(files: Sequence[SourceFile | StreamedSource]) -> str:
     sizes = [file.nbytes for file in files if file.nbytes is not None]
-    return f"{len(files):,} files{f', {sum(sizes):,} bytes' if len(sizes) == len(files) else ''}"
+    num_files = len({(file.path, file.name) for file in files})  # of which one may be in two parts
+    return f"{num_files:,} files{f', {sum(sizes):,} bytes' if len(sizes) == len(files) else ''}"
 
 
 def by_source(files: Iterable[F]) -> Mapping[str, tuple[F, ...]]:

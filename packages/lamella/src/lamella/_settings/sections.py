@@ -140,7 +140,7 @@ class DataConfig:
     ] = None
     sequence_length: Annotated[int, Option("Tokens predicted in a sequence.", at_least=1)] = 128
     validation_fraction: Annotated[
-        float, Option("Share of the bytes that is held out, in whole files.", above=0, below=1)
+        float, Option("Share of the bytes that is held out: whole files, or the end of one.", above=0, below=1)
     ] = 0.05
 
 

@@ -169,7 +169,7 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
         raise ConfigError(
             "Expected the text that the run to be resumed was started on, got another. "
             "Pass the same --data and --validation-data, and the same tokenizer and chat template in --model, "
-            "or another --run-dir."
+            "to the version of lamella that began the run; or another --run-dir."
         )
 
 
