@@ -133,7 +133,8 @@ def test_no_answer_is_without_its_prompt(
     records = [conversation(index, draw.randint(1, 12)) for index in range(300)]
     (tmp_path / "drawn.jsonl").write_text(lines(*records))
     config = on(config, tmp_path / "drawn.jsonl", folder := chat_model(MARKED))
-    prepared = prepare(replace(config, data=replace(config.data, packing=packing, sequence_length=400)))
+    data = replace(config.data, packing=packing, sequence_length=400, validation_fraction=0.05)
+    prepared = prepare(replace(config, data=data))
     sequences = load_tokens(prepared.directory.tokens).sequences("train", 400)
     tokenizer = read_tokenizer(folder, 300).tokenizer
     num_answers = 0
