@@ -256,14 +256,9 @@ def _coordinates(parameter: DTensor) -> dict[int, tuple[int, ...]]:
     assert own_place is not None
     ranges = [range(mesh.size(axis)) if axis in cut else (own_place[axis],) for axis in range(mesh.ndim)]
     with _disable_current_modes():  # Under an estimate's modes the tensor of ranks would have no values.
-        ranks = mesh.mesh.tolist()
-    return dict(sorted((_rank_at(ranks, coordinate), coordinate) for coordinate in product(*ranges)))
-
-
-def _rank_at(ranks: Any, coordinate: Iterable[int]) -> int:
-    for index in coordinate:
-        ranks = ranks[index]
-    return int(ranks)
+        ranks = mesh.mesh
+        coordinates = {int(ranks[coordinate]): coordinate for coordinate in product(*ranges)}
+    return dict(sorted(coordinates.items()))
 
 
 def _region(parameter: DTensor, coordinate: Sequence[int]) -> Region:

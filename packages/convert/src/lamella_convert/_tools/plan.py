@@ -282,11 +282,11 @@ def dtypes_of(
             which a submodule may be called so.
     """
 
-    def is_kept(name: str) -> bool:
+    def keeps_dtype(name: str) -> bool:
         return (have_sections and name.startswith("optimizer.")) or is_scale(source, name)
 
     infos = {name: source.tensors[name] for name in names}
-    return {name: info.dtype if is_kept(name) else stored_dtype(info.dtype, dtype) for name, info in infos.items()}
+    return {name: info.dtype if keeps_dtype(name) else stored_dtype(info.dtype, dtype) for name, info in infos.items()}
 
 
 def _most_common(source: Source, dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:

@@ -24,12 +24,12 @@ def split(files: Sequence[SourceFile], fraction: float) -> tuple[Iterable[Source
             held_out.add(index)
             nbytes += files[index].nbytes
     parts = [([], [file]) if index in held_out else ([file], []) for index, file in enumerate(files)]
-    if (rest := fraction * total - nbytes) >= 1:
-        others = [index for index in range(len(files)) if index not in held_out]
-        largest = max(others, key=lambda index: files[index].nbytes)
-        train, validation = files[largest].cut(rest / files[largest].nbytes)
+    if (missing_nbytes := fraction * total - nbytes) >= 1:
+        trained = [index for index in range(len(files)) if index not in held_out]
+        largest = max(trained, key=lambda index: files[index].nbytes)
+        train, validation = files[largest].cut(missing_nbytes / files[largest].nbytes)
         parts[largest] = [*train], [*validation]
-    return [file for first, _ in parts for file in first], [file for _, second in parts for file in second]
+    return [file for train, _ in parts for file in train], [file for _, validation in parts for file in validation]
 
 
 def _hash(name: str) -> bytes:

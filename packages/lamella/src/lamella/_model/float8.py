@@ -128,7 +128,7 @@ def load_gathered_scaling_state(model: nn.Module, state: Mapping[str, Sequence[S
 
     Args:
         model: Sharded, with its main weights loaded.
-        state: Of a run with any `--experts`; {} starts all scales anew.
+        state: The state of a run with any `--experts`; {} starts all scales anew.
 
     Returns:
         The names of the parameters with delayed scaling that `state` lacks, whose scales start anew.
