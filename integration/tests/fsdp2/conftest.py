@@ -1,8 +1,9 @@
 """One suite, two implementations: lamella must pass the tests passed by FSDP2, with a changed import alone.
 
 A test takes `api`, a namespace with `fully_shard` and its companions. The run on torch shows that the test is right,
-the run on lamella that lamella is right. Known gaps are in `not_yet.py`. Both run on CPU over gloo, and on four GPUs
-over NCCL. Torch's on CPU, marked `peer`, depend on torch and these tests alone: `./dev fsdp2` after a change of either.
+the run on lamella that lamella is right. Known gaps are in `not_yet.py`. Both run on CPU over gloo, and over NCCL on
+two GPUs, or on four where a test is marked `four_ranks`. Torch's runs on CPU, marked `peer`, depend on torch and these
+tests alone: `./dev fsdp2` after a change of either.
 """
 
 from pathlib import Path
@@ -25,15 +26,10 @@ API = {
 IS_OLD = torch.__version__ < "2.13"
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("torch", marks=pytest.mark.peer),
-        "lamella",
-        *(pytest.param(name, marks=pytest.mark.gpu4) for name in ("torch_nccl", "lamella_nccl")),
-    ]
-)
+@pytest.fixture(params=[pytest.param("torch", marks=pytest.mark.peer), "lamella", "torch_nccl", "lamella_nccl"])
 def api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(Where, "device", "cuda" if request.param.endswith("_nccl") else "cpu")
+    monkeypatch.setattr(Where, "most_ranks", _most_ranks(request.node))
     return API[request.param]
 
 
@@ -43,6 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     matched_names = set()
     for item in ours:
         test, case, implementation = _name_of(item)
+        if implementation.endswith("_nccl"):
+            item.add_marker(f"gpu{_most_ranks(item)}")
         if IS_OLD and API.get(implementation) is torch.distributed.fsdp:
             item.add_marker(pytest.mark.xfail(strict=False, reason="older than the suite"))
         lacks = NOT_YET.get(item.path.stem, {})
@@ -54,6 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stale = {(file, key) for file in files for key in NOT_YET.get(file, {})} - matched_names
     if stale and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"Expected not_yet.py to name tests that exist, got {sorted(stale)}.")
+
+
+def _most_ranks(item: pytest.Item) -> int:
+    return 4 if item.get_closest_marker("four_ranks") else 2
 
 
 def _name_of(item: pytest.Item) -> tuple[str, str, str]:

@@ -33,9 +33,10 @@ DIM = 6
 
 
 class Where:
-    """The device of the running test: set by the `api` fixture, inherited by forked ranks."""
+    """The device and the ranks of the running test: set by the `api` fixture, inherited by forked ranks."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    most_ranks: int = 2
 
 
 def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iterable[Any] | None = None) -> None:
@@ -43,6 +44,7 @@ def on_ranks(scenario: Callable[..., object], num_ranks: int = 2, *, cases: Iter
 
     On GPUs the ranks stay from test to test, and a scenario's tensors without a device are made on the GPU.
     """
+    assert num_ranks <= Where.most_ranks, "a test of more than two ranks is marked four_ranks"
     device = Where.device
     argument_tuples = [()] if cases is None else list(cases)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_models import (
@@ -90,6 +91,7 @@ def test_a_hook_is_shown_a_narrow_reduction_in_its_dtype(api: Api) -> None:
     on_ranks(scenario)
 
 
+@pytest.mark.four_ranks
 def test_over_replicas_a_hook_is_shown_the_reduction_of_all_replicas(api: Api) -> None:
     def scenario(hidden: int, num_microbatches: int) -> None:
         expected, model = twins(lambda: Stack(hidden=hidden))
@@ -105,6 +107,7 @@ def test_over_replicas_a_hook_is_shown_the_reduction_of_all_replicas(api: Api) -
     on_ranks(scenario, 4, cases=((8, 1), (9, 1), (9, 2)))
 
 
+@pytest.mark.four_ranks
 def test_in_place_changes_of_a_hook_are_installed(api: Api) -> None:
     """Clipping by the unit's own norm, as FSDP2's users do in the hook."""
 

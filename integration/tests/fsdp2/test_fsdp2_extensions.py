@@ -227,6 +227,7 @@ def test_methods_on_a_plain_local_tensor_decide_the_payload(api: Api) -> None:
     on_ranks(scenario, cases=(True, False))
 
 
+@pytest.mark.four_ranks
 def test_a_tensor_receives_the_mesh_of_its_gather(api: Api) -> None:
     def scenario() -> None:
         model = nn.Sequential(Block(hidden=8))
@@ -311,6 +312,7 @@ def test_gradients_that_are_tensor_subclasses_are_reduced_as_plain_tensors(api: 
     on_ranks(scenario, cases=((1, 8, False), (1, 9, False), (2, 9, False), (1, 8, True), (2, 9, True)))
 
 
+@pytest.mark.four_ranks
 def test_gradients_that_are_tensor_subclasses_are_reduced_over_replicas(api: Api) -> None:
     on_ranks(lambda: _assert_gradients_of_pairs(api, 2, mesh=grid("outer", "inner")), 4)
 

@@ -110,6 +110,7 @@ def test_a_single_backward_may_be_finalized(finalizing: Api) -> None:
     on_ranks(scenario, cases=(False, True))
 
 
+@pytest.mark.four_ranks
 def test_finalization_reduces_over_replicas(finalizing: Api) -> None:
     def scenario() -> None:
         expected, model = twins()

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint  # type: ignore[attr-defined]
 from torch.distributed.tensor import Replicate, Shard
 
+pytestmark = pytest.mark.four_ranks
 NUM_UNITS = 4
 
 

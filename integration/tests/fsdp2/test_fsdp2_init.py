@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.four_ranks)])
 def test_a_sharded_parameter_is_the_dtensor_of_torchs_chunks(api: Api, num_ranks: int) -> None:
     def scenario() -> None:
         expected, model = twins(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Conv1d(4, 8, 3)))
@@ -127,6 +127,7 @@ def test_a_list_of_modules_becomes_one_unit(api: Api) -> None:
     on_ranks(scenario)
 
 
+@pytest.mark.four_ranks
 def test_a_mesh_is_made_over_all_ranks_unless_one_is_given(api: Api) -> None:
     def scenario() -> None:
         model = api.fully_shard(nn.Linear(8, 8))

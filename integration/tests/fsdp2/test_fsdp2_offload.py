@@ -76,6 +76,7 @@ def test_offloaded_gradients_accumulate_over_microbatches(api: Api, reduces_each
     on_ranks(scenario)
 
 
+@pytest.mark.four_ranks
 def test_offloaded_shards_may_have_replicas(api: Api) -> None:
     def scenario() -> None:
         mesh = grid("replicate", "shard")

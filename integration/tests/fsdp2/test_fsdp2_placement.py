@@ -1,5 +1,6 @@
 """Placement of a parameter: along a dim of the user's choice, and after forward over fewer ranks."""
 
+import pytest
 import torch
 from fsdp2_models import (
     DIM,
@@ -79,6 +80,7 @@ def test_a_dim_other_than_0_goes_with_low_precision_and_accumulation(api: Api) -
     on_ranks(scenario)
 
 
+@pytest.mark.four_ranks
 def test_two_axes_cut_along_the_dim_that_is_asked_for(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins(lambda: Stack(hidden=8))
@@ -92,6 +94,7 @@ def test_two_axes_cut_along_the_dim_that_is_asked_for(api: Api) -> None:
 # -- reshard_after_forward=int ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.four_ranks
 def test_after_forward_each_pair_of_ranks_may_hold_the_whole(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins(lambda: Stack(hidden=8, dim=8))
@@ -113,6 +116,7 @@ def test_after_forward_each_pair_of_ranks_may_hold_the_whole(api: Api) -> None:
     on_ranks(scenario, 4)
 
 
+@pytest.mark.four_ranks
 def test_resharding_to_fewer_ranks_trains_as_data_parallelism(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins()

@@ -26,8 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# A tensor-parallel linear returns a view, and FSDP2 warns of writes to views.
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+pytestmark = [
+    pytest.mark.four_ranks,
+    # A tensor-parallel linear returns a view, and FSDP2 warns of writes to views.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
 
 PLAN: dict[str, ParallelStyle] = {f"blocks.{index}.{name}": style() for index in range(3) for name, style in
         (("up", ColwiseParallel), ("down", RowwiseParallel))}  # fmt: skip

@@ -45,7 +45,7 @@ def _rows_of(dim: int, step: int) -> torch.Tensor:
     return inputs(4, dim, seed=step)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.four_ranks)])
 def test_one_unit_trains_as_data_parallelism(api: Api, num_ranks: int) -> None:
     def scenario() -> None:
         for (rows, hidden), (_, columns) in SHAPES:
@@ -65,6 +65,7 @@ def test_many_units_train_as_data_parallelism(api: Api) -> None:
     on_ranks(scenario, cases=RESHARD)
 
 
+@pytest.mark.four_ranks
 def test_four_ranks_own_nothing_of_some_parameters_and_train_all_the_same(api: Api) -> None:
     def scenario() -> None:
         expected, model = twins(lambda: Stack(dim=3, hidden=2))
