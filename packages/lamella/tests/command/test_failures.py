@@ -185,11 +185,11 @@ def test_a_disk_with_room_for_the_tensors_and_no_more_is_told_as_too_small(
     prepare(place(config))
     saves = Saves(RunDirectory(Path(str(config.run.directory))), 1, model, torch.optim.SGD(model.parameters()))
     full = os.strerror(errno.ENOSPC)
-    for free_mib, expected in ((1.5, "Free more than 1.5 MiB"), (0.5, "Free 1.0 MiB")):
+    for free_mib, expected in ((1.5, "Free more than 1.50 MiB"), (0.5, "Free 1.00 MiB")):
         usage = SimpleNamespace(free=int(free_mib * 2**20))
         monkeypatch.setattr("lamella._training.saves.shutil.disk_usage", lambda _, usage=usage: usage)
-        assert f"{expected} for a checkpoint (the disk has {free_mib} MiB), then" in saves.cannot_write("it", full)
-    way_out = "Free 1.0 MiB of the disk quota for a checkpoint, then run the same command again."
+        assert f"{expected} for a checkpoint (the disk has {free_mib:.2f} MiB), then" in saves.cannot_write("it", full)
+    way_out = "Free 1.00 MiB of the disk quota for a checkpoint, then run the same command again."
     assert way_out in saves.cannot_write("it", os.strerror(errno.EDQUOT))
 
 

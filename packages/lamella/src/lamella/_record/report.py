@@ -17,6 +17,7 @@ from lamella._record.run_directory import RunDirectory
 from lamella._record.series import Series, is_step, metric_rows, step_fields, step_series, validation_series
 from lamella._settings.config import GROUPS, Values
 from lamella._settings.options import fields_of
+from lamella._settings.sizes import size
 
 _TRAINING_UNIT: Final = "nats/token"
 _NUM_LOSSES: Final = 5
@@ -119,7 +120,7 @@ def _figures(settings: Values, rows: Rows) -> Html:
         **{series.name: _with_unit(series.numbers[-1], series.unit) for series in validation_series(rows)},
         "tokens/s": _with_unit(median(speeds) if speeds else None, ""),
         "MFU": f"{mfu:.1%}" if isinstance(mfu := last.get("mfu"), float) else "",
-        "peak memory of a rank": _gib(last.get("memory_nbytes")),
+        "peak memory of a rank": _size(last.get("memory_nbytes")),
     }
     tiles = (
         element("div", element("span", name, class_="dim"), element("b", text)) for name, text in shown.items() if text
@@ -131,8 +132,8 @@ def _with_unit(number: object, unit: str) -> str:
     return f"{shown_number(number)} {unit}".rstrip() if isinstance(number, int | float) else ""
 
 
-def _gib(nbytes: object) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if isinstance(nbytes, int | float) else ""
+def _size(nbytes: object) -> str:
+    return size(nbytes) if isinstance(nbytes, int) else ""
 
 
 def _charts(title: str, *charts: Html) -> Html:

@@ -20,6 +20,7 @@ from lamella._processes.agreement import agreed_error, agreed_failure
 from lamella._processes.endings import LossNotFiniteError, StorageError
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
+from lamella._settings.sizes import size
 from lamella._training.narrow_states import stored_slots, stored_states
 from lamella_checkpoint import CheckpointDirectory, CheckpointFailed
 from lamella_engine import find_nonfinite
@@ -124,12 +125,12 @@ class Saves:
         if os.strerror(errno.EFBIG) in reason:
             way_out = "Raise the limit on the sizes of files (`ulimit -f`)"
         elif os.strerror(errno.EDQUOT) in reason:
-            way_out = f"Free {_nbytes_in_words(needed)} of the disk quota for a checkpoint"
+            way_out = f"Free {size(needed)} of the disk quota for a checkpoint"
         elif free < needed or os.strerror(errno.ENOSPC) in reason:
             # A checkpoint is more than tensors: free space of the tensors' size has turned out not to be enough.
             is_close = needed <= free < 2 * needed
-            more_than = f"more than {_nbytes_in_words(free)}" if is_close else _nbytes_in_words(needed)
-            way_out = f"Free {more_than} for a checkpoint (the disk has {_nbytes_in_words(free)})"
+            more_than = f"more than {size(free)}" if is_close else size(needed)
+            way_out = f"Free {more_than} for a checkpoint (the disk has {size(free)})"
         return f"{error} {way_out}, then run the same command again. {self.last_checkpoint_line()}"
 
     def _check_weights(self, step: int) -> None:
@@ -165,7 +166,3 @@ def _free_nbytes(folder: Path) -> int:
         return shutil.disk_usage(folder).free
     except OSError:
         return sys.maxsize
-
-
-def _nbytes_in_words(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"
