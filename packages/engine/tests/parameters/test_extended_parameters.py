@@ -183,6 +183,24 @@ def test_extended_parameters_accumulate_and_are_reduced_over_replicas() -> None:
     run_ranks(on_each_rank, 4)
 
 
+def test_gradients_of_earlier_microbatches_outlive_a_conversion_of_extended_parameters() -> None:
+    def on_each_rank() -> None:
+        converted, expected = _shard(_model(Halves)), _shard(_model(Halves))
+        for model in (converted, expected):
+            for i in range(3):
+                fsdp(model).set_requires_gradient_sync(i == 2)
+                model((i + 1) * X).square().mean().backward()
+                if model is converted and i < 2:
+                    model.to("cpu")
+                    model.load_state_dict(model.state_dict(), assign=True)
+        for a, b in zip(expected.parameters(), converted.parameters(), strict=True):
+            assert isinstance(a.grad, DTensor) and isinstance(b.grad, DTensor)
+            torch.testing.assert_close(b.grad.to_local(), a.grad.to_local(), rtol=0, atol=0)
+        assert_at_rest(converted)
+
+    run_ranks(on_each_rank, 2)
+
+
 @pytest.mark.parametrize("stage", [ZERO1, ZERO2])
 def test_a_copy_that_is_kept_is_made_once_a_gather(stage: Any) -> None:
     def on_each_rank() -> None:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, assert_gradients_equal, fsdp, inputs, no_gradient_sync, rows_of_this_rank, shard, twins
+from engine_models import (
+    Net,
+    assert_gradients_equal,
+    case,
+    fsdp,
+    inputs,
+    no_gradient_sync,
+    rows_of_this_rank,
+    shard,
+    shard_on,
+    twins,
+)
 from torch import nn
 
+from lamella_engine import DDP, ZERO1, MixedPrecisionPolicy, ShardingOptions
 from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
@@ -162,5 +175,46 @@ def test_new_gradients_are_added_to_existing_gradients_as_by_autograd() -> None:
             _backward(model, inputs())
             _backward(model, -inputs())
         assert_gradients_equal(reference, sharded)
+
+    run_ranks(check, 2)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "the model's to": lambda model: model.to("cpu"),
+    "a layer's to": lambda model: model.get_submodule("layers.1").to("cpu"),
+    "a module's to inside a unit": lambda model: model.get_submodule("stem").to("cpu"),
+    "assign": lambda model: model.load_state_dict(model.state_dict(), assign=True),
+    "another dtype": lambda model: model.double(),
+}
+_BF16_SUMMED_IN_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "rtol"),
+    [
+        ({}, 1e-5),
+        ({"options": ShardingOptions(placements=DDP)}, 1e-5),
+        ({"options": ShardingOptions(placements=ZERO1)}, 1e-5),
+        ({"mp_policy": _BF16_SUMMED_IN_FP32}, 0.05),
+    ],
+    ids=["ZERO3", "DDP", "ZERO1", "bf16"],
+)
+def test_gradients_of_earlier_microbatches_outlive_a_conversion(options: dict[str, Any], rtol: float) -> None:
+    def check() -> None:
+        for name, convert in CONVERSIONS.items():
+            with case(name):
+                reference, sharded = twins(Net, shard_on(**options))
+                for i, microbatch in enumerate(inputs(18).chunk(NUM_MICROBATCHES)):
+                    if i > 0:
+                        convert(sharded)
+                        reference.to(sharded.get_parameter("stem.weight").dtype)
+                    is_last = i == NUM_MICROBATCHES - 1
+                    fsdp(sharded).set_is_last_backward(is_last)
+                    fsdp(sharded).set_requires_gradient_sync(is_last)
+                    batch = microbatch.to(reference.get_parameter("stem.weight").dtype)
+                    _backward(reference, batch)
+                    _backward(sharded, rows_of_this_rank(batch))
+                assert_gradients_equal(reference, sharded, rtol=rtol, atol=rtol / 10)
+                assert_at_rest(sharded)
 
     run_ranks(check, 2)

@@ -111,6 +111,27 @@ def test_layers_with_main_grads_train_as_unsharded_with_several_microbatches(sta
     run_ranks(on_each_rank, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_main_grads_of_earlier_microbatches_outlive_a_conversion(dtype: torch.dtype) -> None:
+    def on_each_rank() -> None:
+        for asks in (True, False):
+            with case(f"asks={asks}"):
+                reference, model = _pair(asks=asks)
+                for i in range(3):
+                    if i > 0:
+                        reference.to(dtype)
+                        model.to(dtype)
+                    batch = (X * (i + 1)).to(reference.get_parameter("stem.weight").dtype)
+                    fsdp(model).set_requires_gradient_sync(i == 2)
+                    for net, rows in ((reference, batch), (model, rows_of_this_rank(batch))):
+                        net(rows).square().mean().backward()
+                assert_gradients_equal(reference, model, rtol=1e-4, atol=1e-6)
+                assert_at_rest(model)
+                _assert_no_buffers(model)
+
+    run_ranks(on_each_rank, 2)
+
+
 def test_main_grads_are_summed_in_the_reduce_dtype_and_reduced_in_place() -> None:
     def on_each_rank() -> None:
         # 14 rows divide over two ranks; undivided rows are staged, like autograd's gradients.

@@ -103,11 +103,13 @@ class ExtendedForm:
             if not keep_parameters:
                 parameter.adopt(parameter.replacement())
             point_at(parameter, _with_room(shard, shape, self._num_shards, group.offload))
+        group.main_weight, group.reduce_dtype = self.describe(group.parameters, layout, group.policy)
+        group.keep_gradients()
+        for parameter in group.parameters:
             # Until the next gather makes another: the former unsharded form may be of another dtype or device.
             parameter.unsharded = parameter.sharded
             parameter.unsharded_version = None
             parameter.note_memory()
-        group.main_weight, group.reduce_dtype = self.describe(group.parameters, layout, group.policy)
 
     def build(self, group: ParameterGroup) -> None:
         """Drop the gathered tensors; the next gather makes new tensors."""

@@ -201,16 +201,25 @@ class ParameterGroup:
     def build_unsharded(self) -> None:
         """Make the unsharded buffers and parameters once; the buffers' bytes come and go.
 
+        Gradients that earlier microbatches left on former unsharded parameters are kept.
+
         Effects: allocates the buffers for a moment, on the current stream.
         """
         main = self.main_weight.dtype
         self.is_meta = self.main_weight.device.type == "meta"
+        self.keep_gradients()
         self.form.allocated = ()
         self.main_grads_dtype = self.policy.main_grads_dtype_of(main) if main.is_floating_point else main
         if self.main_grads_dtype != main:  # torch refuses a gradient of another dtype than the parameter's, unless told
             for parameter in self.parameters:
                 parameter.sharded.grad_dtype = self.main_grads_dtype
         self.form.build(self)
+
+    def keep_gradients(self) -> None:
+        """Move unreduced gradients out of unsharded parameters that are about to be replaced."""
+        with torch.inference_mode(False), torch.no_grad():  # later microbatches are added to the sums in place
+            for parameter in self.parameters:
+                parameter.keep_gradient(self.device, self.reduce_dtype)
 
     def payload_layouts(self, layout: Layout, main_dtype: torch.dtype) -> PayloadLayouts:
         """The payloads of parameters in `layout`."""

@@ -65,7 +65,8 @@ class ShardedParameter:
             nothing else that shows: no version counter, and not the DTensor's local tensor.
         unsharded_version: The unsharded form's version counter. Gathers do not advance the counter, and writes in place
             do. None for an inference tensor, which has none.
-        accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs.
+        accumulated: The sum of earlier microbatches' gradients in the reduce dtype, if the gradient's dtype differs, or
+            if the unsharded form that held the sum was made anew.
         keeps_grad_clear: Move earlier microbatches' gradients out of `.grad` in any dtype: a layer may write over
             `.grad`, or several graphs of a microbatch add to `.grad`.
     """
@@ -192,7 +193,7 @@ class ShardedParameter:
     def accumulate(self, dtype: torch.dtype) -> None:
         """Add a microbatch's gradient to earlier gradients in `dtype`; in the gradient's own dtype autograd adds."""
         gradient = self.unsharded.grad
-        if gradient is None or (gradient.dtype == dtype and not self.keeps_grad_clear):
+        if gradient is None or (gradient.dtype == dtype and self.accumulated is None and not self.keeps_grad_clear):
             return
         if self.accumulated is None:
             self.accumulated = gradient.to(dtype)
@@ -200,6 +201,23 @@ class ShardedParameter:
             add_gradient(self.accumulated, gradient)
         # Otherwise autograd would add the next microbatch to `.grad` itself, in the narrower dtype.
         self.unsharded.grad = None
+
+    def keep_gradient(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move unreduced gradients to `accumulated`, on `device` and in `dtype`: a new unsharded form has none.
+
+        Effects: on the current stream, copies of gradients on another device or in another dtype.
+        """
+        if self.accumulated is not None:
+            # A copy of a layer's buffer in any case: the buffer goes with the form (`MainGrads.mark`).
+            self.accumulated = self.accumulated.to(device, dtype, copy=self.keeps_grad_clear)
+        # Before the first gather of an extended parameter both forms are one, and its `.grad` is a reduced gradient.
+        if self.unsharded is self.sharded or (gradient := self.unsharded.grad) is None:
+            return
+        self.unsharded.grad = None
+        if self.accumulated is None:
+            self.accumulated = gradient.to(device, dtype)
+        else:
+            add_gradient(self.accumulated, gradient.to(device, dtype))
 
     def run_hooks(self) -> None:
         """Call the sharded form's hooks from `register_post_accumulate_grad_hook`."""

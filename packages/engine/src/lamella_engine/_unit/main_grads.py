@@ -54,10 +54,15 @@ class MainGrads:
             parameter.keeps_grad_clear = True
 
     def mark(self) -> None:
-        """Give unsharded parameters the attributes that layers look for; sharded parameters never have them."""
+        """Give unsharded parameters the attributes that layers look for; sharded parameters never have them.
+
+        Effects: those of `drop`, if the parameters were made anew.
+        """
         for i, parameter in enumerate(self.parameters):
             marks = vars(parameter.unsharded)
             if "get_main_grad" not in marks:
+                if self._buffer is not None:
+                    self.drop()  # the former parameters' sums were copied out of it (`ShardedParameter.keep_gradient`)
                 marks.update(
                     get_main_grad=_getter(self, i),
                     grad_added_to_main_grad=False,
