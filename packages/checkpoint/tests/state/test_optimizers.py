@@ -406,6 +406,89 @@ def test_state_that_fits_is_read_in_place(tmp_path: Path) -> None:
     assert optimizer.state[model.weight]["sum"].eq(3.0).all()
 
 
+def _stepped(
+    kit: Kit, dtype: torch.dtype, make: MakeOptimizer, *, sharded: bool, num_steps: int = 1
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(5, 4).to(dtype)
+    if sharded:
+        kit.fully_shard(model)
+    optimizer = make(model.parameters())
+    for _ in range(num_steps):
+        _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    dtype = next(model.parameters()).dtype
+    model(torch.linspace(-1, 1, 20).reshape(4, 5).to(dtype)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _assert_cast_as_by_torch(kit: Kit, path: Path, make: MakeOptimizer, *, sharded: bool, num_steps: int) -> None:
+    """Save from fp32, load into bf16 after some steps, compare with `load_state_dict`, and step."""
+    model, optimizer = _stepped(kit, torch.float32, make, sharded=sharded)
+    save(path, model=model, optimizer=optimizer)
+    loaded, loaded_optimizer = _stepped(kit, torch.bfloat16, make, sharded=sharded, num_steps=num_steps)
+    load(path, model=loaded, optimizer=loaded_optimizer)
+    expected, expected_optimizer = _stepped(kit, torch.bfloat16, make, sharded=sharded)
+    expected_optimizer.load_state_dict(optimizer.state_dict())
+    for param, other in zip(expected.parameters(), loaded.parameters(), strict=True):
+        slots, loaded_slots = expected_optimizer.state[param], loaded_optimizer.state[other]
+        assert slots.keys() == loaded_slots.keys()
+        for slot, value in slots.items():
+            torch.testing.assert_close(local(loaded_slots[slot]), local(value), rtol=0, atol=0)  # and of one dtype
+    _step(loaded, loaded_optimizer)
+
+
+ALIKE = ["Adagrad", "Adam, amsgrad", "AdamW", "RMSprop", "SGD, momentum"]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("name", ALIKE)
+def test_state_is_cast_to_the_dtype_of_the_model_as_by_torch(
+    kit: Kit, tmp_path: Path, name: str, num_steps: int
+) -> None:
+    _assert_cast_as_by_torch(kit, tmp_path / "a", EVERY_OPTIMIZER[name], sharded=False, num_steps=num_steps)
+
+
+def test_state_is_cast_to_the_dtype_of_a_sharded_model_as_by_torch(kit: Kit, tmp_path: Path) -> None:
+    def cast_all() -> None:
+        for i, name in enumerate(ALIKE):
+            for num_steps in (0, 1):
+                path = tmp_path / f"{i}.{num_steps}"
+                _assert_cast_as_by_torch(kit, path, EVERY_OPTIMIZER[name], sharded=True, num_steps=num_steps)
+
+    run_ranks(cast_all, 2)
+
+
+def test_a_factor_beside_weights_keeps_its_dtype_in_a_model_of_another(kit: Kit, tmp_path: Path) -> None:
+    make = EVERY_OPTIMIZER["NAdam"]
+    model, optimizer = _stepped(kit, torch.float32, make, sharded=False)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    live, live_optimizer = _stepped(kit, torch.bfloat16, make, sharded=False, num_steps=0)
+    load(tmp_path / "a", model=live, optimizer=live_optimizer)
+    saved, slots = (next(iter(each.state.values())) for each in (optimizer, live_optimizer))
+    assert slots["exp_avg"].dtype == torch.bfloat16
+    for slot in ("step", "mu_product"):
+        assert torch.equal(slots[slot], saved[slot]) and slots[slot].dtype == saved[slot].dtype
+    _step(live, live_optimizer)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_state_of_a_dtype_of_its_own_stays_in_it_in_a_model_of_another(
+    kit: Kit, tmp_path: Path, num_steps: int
+) -> None:
+    model, optimizer = _stepped(kit, torch.float32, MixedState, sharded=False)
+    save(tmp_path / "a", model=model, optimizer=optimizer)
+    live, live_optimizer = _stepped(kit, torch.float64, MixedState, sharded=False, num_steps=num_steps)
+    load(tmp_path / "a", model=live, optimizer=live_optimizer)
+    slots = live_optimizer.state[next(live.parameters())]
+    dtypes = {slot: value.dtype for slot, value in slots.items() if slot != "num_steps"}
+    assert dtypes == {"columns": torch.float64, "moment": torch.bfloat16}
+
+
 def test_a_slot_that_the_live_optimizer_has_and_the_checkpoint_lacks_is_listed(tmp_path: Path) -> None:
     model = nn.Linear(2, 1, bias=False)
     plain, amsgrad = (torch.optim.Adam(model.parameters(), amsgrad=amsgrad) for amsgrad in (False, True))

@@ -35,9 +35,10 @@ ByParam = Mapping[str, Mapping[str, str]]
 class OptimizerLoad:
     """A checkpoint's values for a live optimizer's parameters, found by name.
 
-    `strangers` are parameters of the checkpoint's optimizer alone. `values` holds the options, read. `local_slots` are
-    slots kept by the saved optimizer as plain tensors of a rank's elements. `is_kind_known` tells that the checkpoint
-    names the saved optimizer's class: slots beyond the class's are then a user's own.
+    `strangers` are parameters of the checkpoint's optimizer alone. `values` holds the options, read. `param_dtypes` are
+    the dtypes of the checkpoint's parameters, by the live name. `local_slots` are slots kept by the saved optimizer as
+    plain tensors of a rank's elements. `is_kind_known` tells that the checkpoint names the saved optimizer's class:
+    slots beyond the class's are then a user's own.
     """
 
     live: LiveOptimizer
@@ -46,6 +47,7 @@ class OptimizerLoad:
     options: ByParam
     strangers: tuple[str, ...]
     values: Mapping[str, Any]
+    param_dtypes: Mapping[str, torch.dtype]
     local_slots: Container[str] = ()
     is_kind_known: bool = False
 
@@ -88,6 +90,12 @@ class OptimizerLoad:
             options=names_by_section["param_groups"],
             strangers=tuple(strangers.values()),
             values=_read_options(source, option_names),
+            param_dtypes={
+                name: source.tensors[full].dtype
+                for name, _, _ in live.params()
+                for full in (f"model.{alias}" for alias in names[name])
+                if full in source.tensors
+            },
             local_slots=local_slots,
             is_kind_known=is_kind_known,
         )
@@ -132,17 +140,23 @@ class OptimizerLoad:
     def targets(self) -> dict[str, torch.Tensor]:
         """Destination of each tensor slot, by full name: the live slot if it fits, else new memory.
 
+        Slots of fractions are of the live slot's dtype. Without a live slot they keep the stored dtype, unless it is
+        the stored parameter's: then they follow the live parameter, beside which a step needs its dtype.
+
         Raises:
             ValueError: A live slot that is no DTensor has another number of elements than its parameter and than this
                 rank's part of the parameter.
 
         Effects: allocates optimizer state where none exists yet.
         """
-        return {full: self._target(param, group, slot, full) for param, group, slot, full in self._tensors()}
+        return {
+            full: self._target(param, group, slot, full, self._dtype(name, param, slot, full))
+            for name, param, group, slot, full in self._tensors()
+        }
 
     def reads(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Wanted]:
         """The reads into the targets: each in the target's own boxes, or in the parameter's."""
-        for param, _, _, full in self._tensors():
+        for _, param, _, _, full in self._tensors():
             target = targets[full]
             if isinstance(param, DTensor) and is_placed_by(param, target, full):
                 boxes = boxes_beside(param, target)
@@ -223,25 +237,43 @@ class OptimizerLoad:
                 options.setdefault(option, self.values[full])
         return options
 
-    def _tensors(self) -> Iterator[tuple[torch.Tensor, Mapping[str, Any], str, str]]:
-        """Slots stored as tensors: the parameter, its group, the slot and the full name."""
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any], str, str]]:
+        """Slots stored as tensors: the parameter's name, the parameter, its group, the slot and the full name."""
         for name, param, group in self.live.params():
             for slot, full in self.slots.get(name, {}).items():
                 if full in self.source.tensors:
-                    yield param, group, slot, full
+                    yield name, param, group, slot, full
 
-    def _target(self, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str) -> torch.Tensor:
+    def _dtype(self, name: str, param: torch.Tensor, slot: str, full: str) -> torch.dtype:
+        """The dtype of a slot to come, as `targets` describes."""
+        stored, live = self.source.tensors[full], self.live.slots(param).get(slot)
+        dtype = stored.dtype
+        if isinstance(live, torch.Tensor):
+            dtype = live.dtype
+        # A number beside a matrix (NAdam's `mu_product`) has a dtype of its own.
+        elif stored.dtype == self.param_dtypes.get(name) and len(stored.shape) >= min(param.ndim, 1):
+            dtype = param.dtype
+        # A cast step would stop counting, at 256 in bf16; integers and float8 are codes, which a cast does not decode.
+        return dtype if slot != "step" and _holds_values(stored.dtype) and _holds_values(dtype) else stored.dtype
+
+    def _target(
+        self, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str, dtype: torch.dtype
+    ) -> torch.Tensor:
         stored = self.source.tensors[full]
         live = self.live.slots(param).get(slot)
         has_params_shape = stored.shape == tuple(param.shape)
         if isinstance(live, torch.Tensor):
             if has_params_shape and is_placed_by(param, live, full):
-                return live if live.dtype == stored.dtype else torch.zeros_like(live, dtype=stored.dtype)
-            if tuple(live.shape) == stored.shape and live.dtype == stored.dtype:
+                return live if live.dtype == dtype else torch.zeros_like(live, dtype=dtype)
+            if tuple(live.shape) == stored.shape and live.dtype == dtype:
                 return live
         elif has_params_shape and slot in self.local_slots and isinstance(param, DTensor):
-            return torch.zeros_like(param._local_tensor.detach(), dtype=stored.dtype)
-        return _new_slot(param.detach(), group, slot, torch.Size(stored.shape), stored.dtype)
+            return torch.zeros_like(param._local_tensor.detach(), dtype=dtype)
+        return _new_slot(param.detach(), group, slot, torch.Size(stored.shape), dtype)
+
+
+def _holds_values(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _differ(value: Any, other: Any) -> bool:
