@@ -534,6 +534,24 @@ def test_an_unsavable_tensor_or_extra_raises_in_the_call_of_an_async_save(tmp_pa
     assert value_at(tmp_path / "a") == 1.0
 
 
+def test_an_error_in_one_ranks_call_is_met_by_every_rank_in_the_next_call(tmp_path: Path) -> None:
+    def save_three() -> list[int]:
+        with AsyncSaver() as saver:
+            saver.save(tmp_path / "a", model=filled(1.0)).wait()
+            if dist.get_rank() == 1:
+                with pytest.raises(TypeError, match=r"extra\['a'\] to be plain data"):
+                    saver.save(tmp_path / "a", model=filled(2.0), extra={"a": object()})
+            else:
+                saver.save(tmp_path / "a", model=filled(2.0))
+            with pytest.raises(CheckpointFailed) as info:
+                saver.save(tmp_path / "a", model=filled(3.0))
+            saver.save(tmp_path / "a", model=filled(4.0)).wait()
+        return sorted(info.value.failures)
+
+    assert run_ranks(save_three, 2) == [[1], [1]]
+    assert value_at(tmp_path / "a") == 4.0
+
+
 def test_every_kind_of_value_passes_through_the_memory(tmp_path: Path) -> None:
     model = nn.Module()
     tensors = {

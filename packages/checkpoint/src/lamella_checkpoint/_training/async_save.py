@@ -139,6 +139,9 @@ class AsyncSaver(Closing):
             OSError: Not enough host memory for the state.
             ValueError: The conditions of `save`. An error visible only across ranks is raised by the next call.
 
+        An error of this rank alone has failed the save for every rank, and the other ranks meet it in their next call
+        (or `wait`): there each rank raises `CheckpointFailed`, this one too, so that all begin the same saves.
+
         Effects: collective on the default group the first time alone (one small exchange), later none; all ranks have
             to call equally often. Copies this rank's part to the host on a thread; on an accelerator on a separate
             stream, which waits for work already queued on the current stream. No host sync.
