@@ -265,3 +265,20 @@ def test_an_allocator_option_of_another_type_is_refused_before_sharding() -> Non
         fully_shard(model)
 
     run_ranks(check, 1)
+
+
+class _FullAllocator(CachingAllocator):
+    """Has no memory for a new buffer."""
+
+    def create(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+
+
+def test_memory_that_runs_out_while_a_unit_is_made_names_the_unit_to_build_anew() -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as info:
+            _sharded(_FullAllocator())
+        (note,) = info.value.__notes__
+        assert "unit _FailingBlock with 'gain'" in note and "build them anew" in note
+
+    run_ranks(on_each_rank, 2)

@@ -118,6 +118,7 @@ def fully_shard(
         NotImplementedError: A dim other than the first does not divide, a parameter is not contiguous or has a
             `grad_dtype` of its own, or a parameter whose class defines the gather has an unsupported placement.
         RuntimeError: A unit below is in the middle of a step.
+        OutOfMemoryError: No memory. With a note that names the unit, its module is of no use: whole values are gone.
 
     Effects: creates a process group if there is none and `mesh` is None, which is a collective on all ranks. On GPUs
         the first call on a mesh axis without an allocator is a collective on the axis, after which the host waits for
@@ -170,8 +171,17 @@ def fully_shard(
     for group in groups:
         replace_originals(group.parameters)
     del candidates  # they hold the originals, whose bytes must go before the unsharded buffers are allocated
-    for group in groups:
-        group.build_unsharded()
+    try:
+        for group in groups:
+            group.build_unsharded()
+    except Exception as error:
+        classes_of_unit = ", ".join(type(outer).__name__ for outer in modules)
+        error.add_note(
+            f"Expected memory for the unsharded parameters of the unit {classes_of_unit} with "
+            f"{groups[0].parameters[0].name!r} for a moment, got an error. Its modules hold shards of no unit now, and "
+            "whole values nowhere: build them anew to call fully_shard again, with more memory or on smaller modules."
+        )
+        raise
     unit = Unit(groups, tree.context, _as_flag(reshard_after_forward), strategy)
     state = FSDPState(unit, tree, policy, options)
     former_modules = [former for below in read for former in _modules_of(below, modules)]
