@@ -43,6 +43,14 @@ def test_a_search_puts_the_fastest_that_fits_first(model: Path, capsys: pytest.C
     assert {"--stage 3", "--stage 1 --replicate 2"} <= {plan["options"] for plan in plans}
 
 
+def test_the_help_lists_no_option_that_every_plan_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert "--cluster NAME|FILE" in text
+    assert "--memory" not in text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan_options.add_options(command)
     _add_json(command, "plan")
-    _add_run_options(command)
+    _add_run_options(command, memory_help=argparse.SUPPRESS)  # a plan takes the memory of its cluster, and says so
     inference_options.add_verbs(commands)
     command = commands.add_parser(
         "run",
@@ -224,7 +224,13 @@ def _add_json(command: argparse.ArgumentParser, subject: str) -> None:
     command.add_argument("--json", default=None, metavar="PATH", help=text)
 
 
-def _add_run_options(command: argparse.ArgumentParser) -> None:
+_MEMORY_HELP: Final = (
+    "choose the fastest --stage, --recompute, resharding and offloading that fit into this memory of a GPU, such as "
+    "78GiB"
+)
+
+
+def _add_run_options(command: argparse.ArgumentParser, *, memory_help: str = _MEMORY_HELP) -> None:
     command.add_argument(
         "--config",
         action="append",
@@ -233,13 +239,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         help="settings from TOML or JSON, or from a name in a Python file, such as runs.py:name",
     )
     command.add_argument("--print-config", action="store_true", default=False, help="print the settings and exit")
-    command.add_argument(
-        "--memory",
-        default=None,
-        metavar="SIZE",
-        help="choose the fastest --stage, --recompute, resharding and offloading that fit into this memory of a GPU, "
-        "such as 78GiB",
-    )
+    command.add_argument("--memory", default=None, metavar="SIZE", help=memory_help)
     for group, cls in GROUPS.items():
         _add_group(command, group, cls)
 
