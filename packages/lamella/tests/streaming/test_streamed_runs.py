@@ -177,6 +177,26 @@ def test_every_epoch_has_each_document_once_in_another_order(streamed: Config) -
     assert first[: len(second)] != second
 
 
+@pytest.mark.parametrize("packing", ["none", "stream"])
+def test_windows_without_a_target_are_passed_over_and_no_other_document_is_lost_or_doubled(
+    streamed: Config, tmp_path: Path, packing: Any
+) -> None:
+    # Six windows of 12 documents; in the first, the third and the last the prompts fill the sequences.
+    fills = dict.fromkeys((*range(12), *range(24, 36), *range(60, 66)), "x!" * 60)
+    records = [{"prompt": f"row {row} {fills.get(row, '')}", "completion": f"answer {row}"} for row in range(66)]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    data = replace(streamed.data, paths=(str(path),), shuffle_buffer=12, packing=packing, loss_on="answers")
+    config = replace(streamed, data=data)
+    uninterrupted = read(config, 1, range(9))
+    rows = [tuple(row) for batch in uninterrupted.steps.values() for row in batch.tokens.tolist()]
+    if packing == "none":
+        assert all(max(row[1:]) >= 0 for row in rows)
+        assert len({*rows[:36]}) == 36 and sorted(rows[:36]) == sorted(rows[36:])  # two epochs
+    for stop, num_ranks in ((1, 2), (4, 1), (5, 2)):  # in the first window, before the end of an epoch, and behind it
+        state = read(config, num_ranks, range(stop)).state
+        assert_equal(read(config, 2, range(stop, 9), state).steps, uninterrupted.steps)
+
+
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_and_on_other_ranks_its_batches(
     streamed: Config, train: TrainOn, tmp_path: Path
 ) -> None:

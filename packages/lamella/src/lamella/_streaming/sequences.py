@@ -83,6 +83,7 @@ class WindowedSequences:
         while count:
             window = self.window(start)
             first = start - window.start.num_sequences
+            assert first >= 0, "a negative index counts from the end of the window"
             indices = window.order[first : first + count]
             batches.append(window.sequences.batch(indices))
             start, count = start + len(indices), count - len(indices)

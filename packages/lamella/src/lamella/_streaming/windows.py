@@ -37,7 +37,7 @@ class WindowStart(NamedTuple):
         position: The place in the stream.
         carry: Tokens left over before the place, up to the length of a sequence.
         num_windows: The windows of the stream before.
-        num_sequences: The sequences of the stream before.
+        num_sequences: The sequences of the stream before, without those of windows that have no target.
     """
 
     position: StreamPosition = StreamPosition()
@@ -107,7 +107,9 @@ class WindowReader:
             window = self._window(start)
             if window.has_targets:
                 return window
-            num_documents, start = num_documents + window.num_documents, window.after
+            num_documents += window.num_documents
+            # The sequences of a window that is passed over have no numbers: nothing is trained on them.
+            start = window.after._replace(num_sequences=start.num_sequences)
             num_without_targets += all(token < 0 for token in start.carry)
         raise ConfigError(
             f"Expected a sequence of {self.form.sequence_length} tokens to train on{self._described()}, some of them "
