@@ -72,6 +72,34 @@ def test_a_table_of_texts_holds_the_documents_of_json_lines(tmp_path: Path, name
     assert corpus.fingerprint() != collect([str(write_table(tmp_path / name, TEXTS[1:]))], 0.25).fingerprint()
 
 
+LONG = {"text": "long " * 2000}
+SHORT = [{"text": f"short {number}"} for number in range(400)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize(
+    ("records", "shares"),
+    [
+        ([*SHORT[:390], LONG, *SHORT[390:]], (0.005, 0.02)),  # The long record holds the place of the cut.
+        ([*SHORT, *[LONG] * 20], (0.03, 0.07)),  # Few of the rows have most of the bytes.
+        ([LONG, LONG], (0.4, 0.6)),
+    ],
+)
+def test_the_cut_is_at_the_record_end_nearest_to_the_fraction_of_the_bytes(
+    tmp_path: Path, suffix: str, records: list[dict[str, str]], shares: tuple[float, float]
+) -> None:
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".json":
+        path.write_text(json.dumps(records), encoding="utf-8")
+    else:
+        (write_lines if suffix == ".jsonl" else write_table)(path, records)
+    corpus = collect([str(path)], 0.05)
+    texts = [part for part in documents(corpus) if isinstance(part, str)]
+    assert texts == [record["text"] for record in records]
+    held_out, train = (sum(file.nbytes for file in files) for files in (corpus.validation, corpus.train))
+    assert shares[0] < held_out / (held_out + train) < shares[1]
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_a_table_of_conversations_has_no_fields_of_null(tmp_path: Path, name: str) -> None:
     chats = json.loads(json.dumps(CHATS))

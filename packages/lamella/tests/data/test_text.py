@@ -191,3 +191,17 @@ def test_a_text_of_one_long_line_is_split_between_characters(tmp_path: Path) -> 
     corpus = collect([str(write(tmp_path / "text", only="\u4e2d\U0001f600" * 100) / "only.txt")], 0.1)
     pieces = [piece for files in (corpus.train, corpus.validation) for file in files for piece in file.pieces()]
     assert "".join(pieces) == "\u4e2d\U0001f600" * 100 and len(pieces) == 2
+
+
+@pytest.mark.parametrize("text", ["line\n" * 100 + "x" * 20_000, "x" * 20_000 + "\nline", "line\n" + "x" * 20_000])
+def test_the_fraction_of_a_text_with_a_long_line_is_held_out(tmp_path: Path, text: str) -> None:
+    corpus = collect([str(write(tmp_path / "text", only=text) / "only.txt")], 0.1)
+    (first,), (second,) = (["".join(file.pieces()) for file in files] for files in (corpus.train, corpus.validation))
+    assert first + second == text
+    assert len(second) == pytest.approx(0.1 * len(text), abs=1)
+
+
+def test_the_held_out_part_is_not_blank(tmp_path: Path) -> None:
+    text = "".join(f"line {index}\n" for index in range(5)) + "\n\n"
+    corpus = collect([str(write(tmp_path / "text", only=text) / "only.txt")], 0.15)
+    assert ["".join(file.pieces()) for file in corpus.validation] == ["line 4\n\n\n"]

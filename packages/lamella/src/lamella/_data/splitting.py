@@ -12,8 +12,6 @@ def split(files: Sequence[SourceFile], fraction: float) -> tuple[Iterable[Source
 
     Where these files fall short of the fraction, the end of the largest file makes up the rest.
     """
-    if len(files) == 1:
-        return files[0].cut(fraction)
     total = sum(file.nbytes for file in files)
     # With few files, a whole one may be many times the fraction: text that the user meant to train on.
     bound = min(2 * fraction, (1 + fraction) / 2) * total

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from lamella._data.json_files import COLUMN_SETS, COLUMN_SETS_IN_WORDS, COLUMNS, Form
 from lamella._data.separated import is_separated, separated_columns, separated_rows
-from lamella._data.text_files import READ_ERRORS, TextFile, changed
+from lamella._data.text_files import READ_ERRORS, TextFile, changed, nearest_end
 from lamella._settings.options import ConfigError, in_short, shown
 from lamella._settings.parsing import parse_json
 
@@ -90,8 +90,9 @@ class TableFile:
         return iter(())
 
     def cut(self, fraction: float) -> "tuple[list[TableFile], list[TableFile]]":
-        """Split into the first rows, one at least, and the last ones, which are `fraction` of all."""
-        at = max(1, round(self.stop * (1 - fraction)))
+        """Split into the first rows, one at least, and the last ones, with about `fraction` of the bytes."""
+        ends = accumulate(len(record.encode()) for record in _records(self.path, 0, self.stop))
+        at, _ = nearest_end((end for end, _ in pairwise(ends)), round(self.nbytes * (1 - fraction)))
         parts = [self._part(start, stop) for start, stop in ((0, at), (at, self.stop)) if stop > start]
         return parts[:1], parts[1:]
 

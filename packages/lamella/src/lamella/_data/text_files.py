@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
@@ -94,7 +96,7 @@ class TextFile:
             yield remainder
 
     def cut(self, fraction: float) -> "tuple[list[TextFile], list[TextFile]]":
-        """Split into the first lines, or elements, and a last part with `fraction` of the bytes."""
+        """Split into the first lines, or elements, and a last part with about `fraction` of the bytes."""
         at = round(self.nbytes * (1 - fraction))
         if self.form == "array":
             return _parts(self, *_element_end(self, at))
@@ -240,31 +242,50 @@ def decoded(path: Path, start: int = 0, stop: int | None = None) -> Iterator[str
     decoder.decode(b"", final=True)
 
 
-def _line_end(file: TextFile, at: int) -> int:
-    """Return the end of the last line within `at` bytes; in a file of one line a document, else of the first line.
+def nearest_end(ends: Iterable[int], at: int) -> tuple[int, int]:
+    """Return the number of records to the end that is nearest to `at`, and the end; zeros without ends.
 
-    A text whose first line is longer is cut within the line, at `at`.
+    The last end before `at` may lie far before, where a long record holds `at`.
+
+    Args:
+        ends: The end of each record, ascending.
+        at: The place to be near to.
     """
-    for start in (max(0, at - _BLOCK_NBYTES), 0):  # Nearly all lines are shorter than a block.
-        if end := _last_line_end(blocks(file.path, start, at), start):
-            return end
-    if file.form == "text":
-        return at
-    position = at  # Half a document is none.
-    for block in blocks(file.path, at):
-        if (index := block.find(b"\n")) >= 0:
-            return position + index + 1
-        position += len(block)
-    return file.nbytes
+    num_records = nearest = 0
+    for number, end in enumerate(ends, start=1):
+        if num_records and abs(end - at) >= abs(nearest - at):
+            break
+        num_records, nearest = number, end
+    return num_records, nearest
 
 
-def _last_line_end(pieces: Iterable[bytes], start: int) -> int:
+def _line_end(file: TextFile, at: int) -> int:
+    """Return the line end nearest to `at`, between lines with text; the end of a file of one line a document.
+
+    A text is cut within the line, at `at`, where the line end would change the smaller part by more than half.
+    """
     end = 0
-    for block in pieces:
-        if (index := block.rfind(b"\n")) >= 0:
-            end = start + index + 1
-        start += len(block)
-    return end
+    for start in (max(0, at - _BLOCK_NBYTES), 0):  # Nearly all lines are shorter than a block.
+        _, end = nearest_end(_line_ends(file.path, start), at)
+        if end and abs(end - at) <= at - start:
+            break
+    if file.form == "text" and (not end or 2 * abs(end - at) > min(at, file.nbytes - at)):
+        return at
+    return end or file.nbytes  # Half a document is none.
+
+
+def _line_ends(path: Path, start: int) -> Iterator[int]:
+    """Yield the end of each line that has text before and behind it; the text before a `start` above 0 counts."""
+    ends: list[int] = []
+    has_text = start > 0
+    for block in blocks(path, start):
+        for line in BytesIO(block):
+            if line.strip():
+                yield from ends if has_text else ()
+                ends, has_text = [], True
+            start += len(line)
+            if line.endswith(b"\n"):
+                ends.append(start)
 
 
 def _num_continuation_bytes(file: TextFile, at: int) -> int:
@@ -278,13 +299,13 @@ def _num_continuation_bytes(file: TextFile, at: int) -> int:
 
 
 def _element_end(file: TextFile, at: int) -> tuple[int, int]:
-    """Return where the last element ends that ends by `at`, or else the first, and the number of elements to there."""
-    end = num_elements = 0
-    for element in elements(decoded(file.path, 0, file.nbytes)):
-        if num_elements and element.stop > at:
-            break
-        end, num_elements = element.stop, num_elements + 1
-    return end, num_elements
+    """Return the end nearest to `at` of an element with another behind it, and the number of elements to there.
+
+    The end of the file for an array of one element, which cannot be cut.
+    """
+    stops = (element.stop for element in elements(decoded(file.path, 0, file.nbytes)))
+    num_elements, end = nearest_end((stop for stop, _ in pairwise(stops)), at)
+    return end or file.nbytes, num_elements
 
 
 def _parts(file: TextFile, at: int, num_elements: int = 0) -> tuple[list[TextFile], list[TextFile]]:
