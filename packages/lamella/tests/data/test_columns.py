@@ -126,6 +126,19 @@ def test_records_in_another_form_are_text_in_a_folder_and_refused_by_name(tmp_pa
             collect([str(tmp_path / "a.json")], 0.1, validation_paths=(str(tmp_path / "b.txt"),), streaming=streaming)
 
 
+@pytest.mark.parametrize("record", [{"text": "a" * (1 << 20)}, {"id": "b" * (3 << 20), "text": "a"}])
+def test_a_first_record_may_be_longer_than_a_block(tmp_path: Path, record: dict[str, str]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (record, {"text": "c"})))
+    (tmp_path / "b.txt").write_text("b")
+    validation = (str(tmp_path / "b.txt"),)
+    for location in (path, tmp_path):
+        prepared = collect([str(location)], 0.1, validation_paths=validation)
+        streamed = collect([str(location)], 0.1, validation_paths=validation, streaming=True)
+        assert [file.form for file in (*prepared.train, *streamed.streamed)] == ["lines", "lines"]
+    assert "".join(part for part in parts(prepared.train) if isinstance(part, str)) == f"{record['text']}c"
+
+
 def test_settings_without_records_are_text_by_name_too(tmp_path: Path) -> None:
     settings = {"name": "a", "text_config": {"text": "b"}, "sizes": [1, 2], "files": [{"path": "c"}], "rest": []}
     settings["messages"] = {"greeting": "Hello"}

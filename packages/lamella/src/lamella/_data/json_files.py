@@ -61,7 +61,7 @@ def form_of(path: Path, suffix: str, texts: Iterable[str], *, is_named: bool) ->
     Args:
         path: The file, for error messages.
         suffix: The suffix of the file's name, in lower case.
-        texts: The file's text in pieces; only the beginning is read.
+        texts: The file's text in pieces; only the first piece, record or element is read.
         is_named: The user named the file itself, not its folder: any array is then an array of documents.
 
     Raises:
@@ -78,6 +78,7 @@ def form_of(path: Path, suffix: str, texts: Iterable[str], *, is_named: bool) ->
         element = next(elements(_chain(first, pieces)), None)
         is_array = element is not None and (_is_document(element.text) or (is_named and _is_json(element.text)))
         return "array" if is_array else "text"
+    begin = "".join(_with_first_line(begin, pieces)) if begin.startswith("{") else begin
     if _is_document(begin.partition("\n")[0]):
         return "lines"
     if is_named and (got := _other_form(begin)) is not None:
@@ -91,6 +92,13 @@ def form_of(path: Path, suffix: str, texts: Iterable[str], *, is_named: bool) ->
 def _chain(first: str, pieces: Iterator[str]) -> Iterator[str]:
     yield first
     yield from pieces
+
+
+def _with_first_line(first: str, pieces: Iterator[str]) -> Iterator[str]:
+    """Yield pieces up to the first line's end: a record may be longer than a piece."""
+    yield first
+    while "\n" not in first and (first := next(pieces, "")):
+        yield first
 
 
 def _is_json(text: str) -> bool:
