@@ -1,5 +1,6 @@
 """`lamella generate`: the text that transformers generates from an export, from a run or from the folder."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,66 @@ def test_a_temperature_next_to_0_takes_the_likeliest_token(trained: Run, capsys:
     argv = [str(trained.directory.root), PROMPT, "--max-tokens", "12", "--device", "cpu", "--temperature"]
     texts = [generated(capsys, *argv, temperature) for temperature in ("0", "1e-40", "1e-20")]
     assert texts[0] == texts[1] == texts[2]
+
+
+def with_settings(exported: Path, folder: Path, **settings: object) -> Path:
+    """Return a copy of a folder with other settings in its generation config."""
+    shutil.copytree(exported, folder)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | settings), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"token_healing": True},
+        {"do_sample": True, "temperature": 0.0},
+        {"stop_strings": ["no text that the model generates"]},
+    ],
+)
+def test_one_text_is_generated_whatever_the_generation_config_asks_for(
+    exported: Path, tmp_path: Path, settings: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = by_transformers(exported, PROMPT, 12)
+    folder = with_settings(exported, tmp_path / "folder", **settings)
+    capsys.readouterr()
+    assert generated(capsys, str(folder), PROMPT, "--max-tokens", "12", "--device", "cpu") == f"{PROMPT}{expected}\n"
+
+
+def test_a_text_ends_with_a_stop_string_of_the_generation_config(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = by_transformers(exported, PROMPT, 12)
+    folder = with_settings(exported, tmp_path / "folder", stop_strings=[expected[1:3]])
+    capsys.readouterr()
+    output = generated(capsys, str(folder), PROMPT, "--max-tokens", "12", "--device", "cpu")
+    assert f"{PROMPT}{expected}".startswith(output[:-1])
+    assert expected[1:3] in output and len(output) < len(f"{PROMPT}{expected}\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"penalty_alpha": 0.6, "top_k": 4}, "Contrastive Search requires"),
+        ({"dola_layers": "low"}, "Dola Generation requires"),
+        ({"eos_token_id": "2"}, "invalid data type 'str'"),
+        ({"do_sample": True, "temperature": -1.0}, "`temperature` (=-1.0) has to be a strictly positive float"),
+    ],
+)
+def test_a_generation_config_that_transformers_refuses_is_refused_by_its_file(
+    exported: Path, tmp_path: Path, settings: dict[str, object], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_settings(exported, tmp_path / "folder", **settings)
+    capsys.readouterr()
+    assert main(["generate", str(folder), PROMPT, "--max-tokens", "12", "--device", "cpu"]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    file = f"{folder}/generation_config.json"
+    assert f"Expected settings that transformers generates text with in '{file}', got: " in output.err
+    assert expected in output.err and output.err.endswith("Change the file, or leave the setting out.\n")
 
 
 def test_a_message_is_rendered_by_the_chat_template(

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 
 from lamella._data.tokenizer import RunTokenizer
 from lamella._inference.trained_model import TrainedModel
+from lamella._model.spec import GENERATION_CONFIG
 from lamella._settings.options import ConfigError, in_short
 from lamella_transformers import num_positions
 
@@ -17,6 +19,9 @@ _LEAST_TEMPERATURE: Final = 1e-20
 
 _REPLACEMENT: Final = "\ufffd"
 """Decoded in place of a character's first bytes, until its others come."""
+
+_ONE_TEXT: Final = {"num_beams": 1, "num_return_sequences": 1, "token_healing": False}
+"""The settings of a text that is printed token by token behind its prompt; a generation config may have others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +50,13 @@ class TextStream:
         tokenizer: The tokenizer of the model.
         context: The tokens before the text; none for a text that begins with the first token.
         on_text: Called with each piece, of whole characters; at the end also with the rest.
+        beginning: A text to hand on before the first piece. transformers refuses some settings only after the prompt.
     """
 
-    def __init__(self, tokenizer: RunTokenizer, context: Sequence[int], on_text: Callable[[str], None]) -> None:
-        self._tokenizer, self._context, self._on_text = tokenizer, context, on_text
+    def __init__(
+        self, tokenizer: RunTokenizer, context: Sequence[int], on_text: Callable[[str], None], beginning: str = ""
+    ) -> None:
+        self._tokenizer, self._context, self._on_text, self._beginning = tokenizer, context, on_text, beginning
         self._tokens: list[int] = []  # whose text is not handed on yet
         self._has_prompt = False
 
@@ -57,6 +65,9 @@ class TextStream:
         if not self._has_prompt:
             self._has_prompt = True
             return
+        if self._beginning:
+            self._on_text(self._beginning)
+            self._beginning = ""
         self._tokens += tokens.flatten().tolist()
         text = self._tokenizer.text_after(self._context, self._tokens)
         if text and not text.endswith(_REPLACEMENT):
@@ -79,32 +90,50 @@ def generate(trained: TrainedModel, prompt: str, options: GenerationOptions, on_
         on_text: Called with the prompt, unless it is a message, then with each piece of text as soon as it is known.
 
     Raises:
-        ConfigError: The prompt has no tokens, or too many, or no chat template is there for it.
+        ConfigError: The prompt has no tokens, or too many, or no chat template is there for it; or transformers
+            refuses the model's generation config.
 
     Effects: seeds torch's generators.
     """
     tokens = _tokens_of(trained, prompt, is_chat=options.is_chat)
     num_tokens = min(options.max_tokens, _num_positions_after(trained, len(tokens)))
-    on_text("" if options.is_chat else prompt)
     inputs = torch.tensor([tokens], device=trained.device)
+    # An answer is a text of its own.
+    context, beginning = ([], "") if options.is_chat else (tokens, prompt)
     torch.manual_seed(options.seed)
-    with torch.no_grad():
-        cast(Any, trained.model).generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=num_tokens,
-            pad_token_id=trained.tokenizer.end,  # of batches; transformers warns without one
-            # An answer is a text of its own.
-            streamer=TextStream(trained.tokenizer, [] if options.is_chat else tokens, on_text),
-            **_sampling(options.temperature),
-        )
+    try:
+        with torch.no_grad():
+            cast(Any, trained.model).generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=num_tokens,
+                pad_token_id=trained.tokenizer.end,  # of batches; transformers warns without one
+                tokenizer=trained.tokenizer.tokenizer,  # which a config's `stop_strings` need
+                streamer=TextStream(trained.tokenizer, context, on_text, beginning),
+                **_ONE_TEXT,
+                **_sampling(trained, options.temperature),
+            )
+    except ConfigError:  # of `on_text`
+        raise
+    except (TypeError, ValueError) as error:
+        folder = Path(trained.name) if trained.run is None else trained.run.directory.model
+        raise ConfigError(
+            f"Expected settings that transformers generates text with in {str(folder / GENERATION_CONFIG)!r}, got: "
+            f"{in_short(error)} Change the file, or leave the setting out."
+        ) from error
 
 
-def _sampling(temperature: float | None) -> dict[str, object]:
+def _sampling(trained: TrainedModel, temperature: float | None) -> dict[str, object]:
+    config = cast(Any, trained.model).generation_config
+    if temperature is None and config.do_sample:
+        temperature = config.temperature
     if temperature is None:
         return {}
-    is_random = temperature >= _LEAST_TEMPERATURE
-    return {"do_sample": True, "temperature": temperature} if is_random else {"do_sample": False}
+    return (
+        {"do_sample": False}
+        if 0 <= temperature < _LEAST_TEMPERATURE
+        else {"do_sample": True, "temperature": temperature}
+    )
 
 
 def _tokens_of(trained: TrainedModel, prompt: str, *, is_chat: bool) -> list[int]:

@@ -89,7 +89,7 @@ NAMED: Mapping[str, NamedModel] = {
 
 SMALLEST_VOCABULARY = 257
 
-_GENERATION_CONFIG: Final = "generation_config.json"
+GENERATION_CONFIG: Final = "generation_config.json"
 
 _COUNT: Final = re.compile(r"layer|expert|block|depth")
 _RATE: Final = re.compile(r"dropout|pdrop")
@@ -115,11 +115,11 @@ def generation_config(folder: Path, spec: ModelSpec) -> "GenerationConfig":
 
     make = cast(Any, GenerationConfig)
     try:
-        has_file = (folder / _GENERATION_CONFIG).is_file()
+        has_file = (folder / GENERATION_CONFIG).is_file()
         settings = make.from_pretrained(folder, local_files_only=True) if has_file else make.from_model_config(spec)
     except Exception as error:  # transformers raises errors of all its parts.
         raise ConfigError(
-            f"Expected a {_GENERATION_CONFIG} that transformers reads in {str(folder)!r}, got: {in_short(error)}"
+            f"Expected a {GENERATION_CONFIG} that transformers reads in {str(folder)!r}, got: {in_short(error)}"
         ) from error
     return cast("GenerationConfig", settings)
 
