@@ -86,6 +86,20 @@ def test_named_texts_are_evaluated_in_their_order(
     assert [text["text"] for text in texts] == [f"{', '.join(named)}, {name}" for name in paths]
 
 
+def test_sequences_without_a_target_are_not_counted_as_evaluated(
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unanswered = {"prompt": "Longer than a sequence? " * 9, "completion": "Yes."}
+    answered = [{"prompt": f"What is {number}? " * 2, "completion": f"Number {number}."} for number in range(3)]
+    texts: list[Any] = []
+    for records in ([unanswered, answered[0], unanswered, *answered[1:]], answered):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        argv = ("--data", str(tmp_path / "a.jsonl"), "--sequence-length", "64")
+        texts.append(evaluated(capsys, str(trained.directory.root), *argv))
+    assert texts[0]["sequences"] == texts[1]["sequences"] > 0
+    assert texts[0]["nats_per_byte"] == pytest.approx(texts[1]["nats_per_byte"], rel=1e-5)
+
+
 @pytest.fixture
 def lm_eval(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """A stand-in for lm-eval, which notes its calls."""

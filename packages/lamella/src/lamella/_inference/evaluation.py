@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lamella._data.batches import StreamSequences
+from lamella._data.order import validation_indices
 from lamella._data.search import Search, SourceScanner, description
 from lamella._data.sources import data_lines, text_source
 from lamella._data.text import Corpus
@@ -102,7 +103,8 @@ def _count(trained: TrainedModel, options: EvaluationOptions, tokens: TokenData,
             f"Expected tokens of an answer in {text}, got none in {len(sequences):,} sequences. Pass conversations "
             "with messages of the role 'assistant' as --data, or a larger --sequence-length."
         )
-    return min(len(sequences), options.num_sequences or _num_sequences(trained, options) or len(sequences))
+    at_most = options.num_sequences or _num_sequences(trained, options) or len(sequences)
+    return len(validation_indices(sequences, at_most))
 
 
 def _sequence_length(trained: TrainedModel) -> int:
