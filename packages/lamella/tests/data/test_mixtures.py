@@ -149,7 +149,8 @@ def test_the_start_tells_the_epochs_of_each_source_and_a_resume_keeps_the_weight
     ]
     train(mixed, 1)
     more = replace(mixed, optim=replace(mixed.optim, steps=8))
-    assert prepare(more).first_step == 6
+    for mixture in (("low=0.5", "big=1.5"), ("big=1.5", "low=.50"), ("low=25", "big=75")):
+        assert prepare(replace(more, data=replace(more.data, mixture=mixture))).first_step == 6
     with pytest.raises(ConfigError, match=r"Expected data.mixture to stay \('low=0.5', 'big=1.5'\)"):
         prepare(replace(more, data=replace(more.data, mixture=("low=1", "big=1"))))
 

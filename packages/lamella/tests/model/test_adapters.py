@@ -131,6 +131,7 @@ def test_a_run_resumes_on_other_ranks_and_refuses_other_adapters(
 ) -> None:
     for fields, expected in (
         ({"lora_rank": 8}, "Expected model.lora_rank to stay 4 as in the run to be resumed, got 8."),
+        ({"lora_alpha": None}, "Expected model.lora_alpha to stay 12.0 as in the run to be resumed, got None."),
         ({"dora": True}, "Expected model.dora to stay False as in the run to be resumed, got True."),
         ({"lora_rank": None, "lora_alpha": None}, "Expected model.lora_rank to stay 4 as in the run to be resumed"),
     ):
@@ -140,6 +141,14 @@ def test_a_run_resumes_on_other_ranks_and_refuses_other_adapters(
     before = lora_run.losses
     resumed = train(replace(adapted, run=replace(adapted.run, from_step=3)), 1)
     assert resumed.losses == pytest.approx(before, rel=1e-5)
+
+
+def test_a_run_resumes_with_the_default_alpha_passed(adapted: Config, train: TrainOn, tmp_path: Path) -> None:
+    config = replace(adapted, optim=replace(adapted.optim, steps=2))
+    for alpha, other in ((None, 8.0), (8.0, None)):
+        directory = tmp_path / f"alpha-{alpha}"
+        train(with_model(config, directory, lora_alpha=alpha), 1)
+        assert prepare(place(with_model(adapted, directory, lora_alpha=other))).first_step == 2
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def mixture_weights(config: DataConfig) -> Mapping[str, float]:
         ConfigError: A weight is no number above 0, or the names are not those of the sources.
     """
     sources = [name for name in named_texts("--data", config.paths) if name]
-    weights = dict(_weight(text) for text in config.mixture)
+    weights = dict(map(weight_of_source, config.mixture))
     if not weights:
         return {}
     if len(weights) < len(config.mixture) or {*weights} != {*sources}:
@@ -36,7 +36,12 @@ def mixture_weights(config: DataConfig) -> Mapping[str, float]:
     return {name: weights[name] for name in sources}
 
 
-def _weight(text: str) -> tuple[str, float]:
+def weight_of_source(text: str) -> tuple[str, float]:
+    """Return the name and the weight of NAME=X.
+
+    Raises:
+        ConfigError: The weight is no number above 0.
+    """
     name, _, number = text.partition("=")
     try:
         weight = float(number)

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, cast
 
+from lamella._data.mixture import Mixture
 from lamella._data.order import ORDER
 from lamella._model.checks import CheckedModel
+from lamella._model.lora import lora_alpha
 from lamella._model.matrices import MUON
 from lamella._model.spec import load_spec
 from lamella._record.metrics import rewind
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
 from lamella._settings.config import GROUPS, Config, to_values
+from lamella._settings.mixture import weight_of_source
 from lamella._settings.options import ConfigError, fields_of
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, Packing, RunConfig
 from lamella._streaming.reader import WINDOW_ORDER
@@ -41,7 +44,7 @@ _ADAPTERS: Mapping[str, object] = {
 }
 
 # The stream of a checkpoint is of this mixture; checkpoints without a mixture are of one stream of all sequences.
-_MIXTURE: Mapping[str, object] = {"data.mixture": DataConfig.mixture}
+_MIXTURE: Final = "data.mixture"
 
 # Streamed text is in another order than prepared text, by windows of this size.
 _STREAMING: Mapping[str, object] = {
@@ -49,7 +52,7 @@ _STREAMING: Mapping[str, object] = {
     "data.shuffle_buffer": DataConfig.shuffle_buffer,
 }
 
-_KEPT = {**_STATE, **_ADAPTERS, **_MIXTURE, **_STREAMING}
+_KEPT = {**_STATE, **_ADAPTERS, _MIXTURE: DataConfig.mixture, **_STREAMING}
 
 # Fields of a model's config set by the run, or not read in training.
 _NOT_OF_THE_MODEL = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "use_cache")
@@ -184,9 +187,22 @@ def _check_optimizer_options(stored: Mapping[str, object], stream: Mapping[str, 
 
 def _check_settings(stored: Mapping[str, object], settings: Mapping[str, object]) -> None:
     """Refuse settings, by dotted name, unlike the stored settings."""
+    former = {name: stored.get(name, _KEPT.get(name)) for name in settings}
+    former = {name: tuple(setting) if isinstance(setting, list) else setting for name, setting in former.items()}
     for name, setting in settings.items():
-        before = stored.get(name, _KEPT.get(name))
-        _check_kept(name, tuple(before) if isinstance(before, list) else before, setting, f"value of {_FLAGS[name]}")
+        if _effect(name, former) != _effect(name, settings):
+            _check_kept(name, former[name], setting, f"value of {_FLAGS[name]}")
+
+
+def _effect(name: str, settings: Mapping[str, object]) -> object:
+    """Return a value that settings with the same effect have in common: other spellings of a mixture, a default."""
+    setting = settings[name]
+    if name == _MIXTURE and setting:
+        weights = dict(sorted(map(weight_of_source, cast("tuple[str, ...]", setting))))
+        return (*weights, *Mixture.of([*weights.values()]).shares)
+    if name == "model.lora_alpha":
+        return lora_alpha(cast("int | None", settings["model.lora_rank"]), cast("float | None", setting))
+    return setting
 
 
 def _check_kept(name: str, before: object, now: object, option: str) -> None:
