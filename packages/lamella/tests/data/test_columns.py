@@ -96,6 +96,29 @@ def test_errors_name_the_row_of_an_array(tmp_path: Path) -> None:
         survey(collect([str(tmp_path / "a.json")], 0.01).validation)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[{"text": "a"}, {"text": "b"}', r"Expected '\]' behind the last record of .*a.json', got the end"),
+        ('[{"text": "a"}, {"text": "b"},\n', r"Expected '\]' behind the last record of the array in .*"),
+        ('[{"text": "a"}, {"text": "b"} {"text": "c"}]', "Expected JSON in row 3 of .*a.json', got extra data at"),
+    ],
+)
+def test_an_array_that_is_cut_or_lacks_a_comma_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    (tmp_path / "b.txt").write_text("b")
+    for fraction in (1e-9, 0.5):
+        corpus = collect([str(tmp_path / "a.json")], fraction)
+        with pytest.raises(ConfigError, match=expected):
+            survey([*corpus.train, *corpus.validation])
+    validation = (str(tmp_path / "b.txt"),)
+    [file] = collect([str(tmp_path / "a.json")], 0.1, validation_paths=validation, streaming=True).streamed
+    first = next(file.documents())
+    for place in (None, first.after):
+        with pytest.raises(ConfigError, match=expected):
+            list(file.documents(place))
+
+
 def test_json_that_holds_no_documents_is_text_in_a_folder_and_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('[{"indent": 2}]\n' * 20)
     (tmp_path / "b.json").write_text('{"text": "a"}\n{"text": "b"}\n')

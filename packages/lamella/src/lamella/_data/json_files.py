@@ -44,7 +44,8 @@ class Element(NamedTuple):
     """An element of an array.
 
     Attributes:
-        text: The element's JSON text; for a damaged element all text up to the file's end.
+        text: The element's JSON text; for a damaged element, or one without a comma before, all text up to the file's
+            end.
         stop: Bytes from the beginning of the array's text to the end of the element.
     """
 
@@ -134,13 +135,18 @@ def _other_form(text: str) -> str | None:
     return None
 
 
-def elements(texts: Iterable[str]) -> Iterator[Element]:
+def elements(texts: Iterable[str], file: Path | None = None) -> Iterator[Element]:
     """Yield the elements of an array, or of a part of an array that begins or ends between elements.
 
     Args:
         texts: The array's text in pieces.
+        file: The file, for error messages, where the text goes up to its end; None for a part that ends before.
+
+    Raises:
+        ConfigError: The file ends within the array.
     """
-    remainder, nbytes, needed, is_begun = "", 0, 0, False
+    remainder, nbytes, needed = "", 0, 0
+    is_begun = is_behind_element = False
     for text, is_last in _with_end(texts):
         remainder += text
         if len(remainder) < needed and not is_last:  # An element of many pieces would be parsed anew for each.
@@ -148,16 +154,22 @@ def elements(texts: Iterable[str]) -> Iterator[Element]:
         if not is_begun:
             start = _after_bracket(remainder)
             nbytes, remainder, is_begun = len(remainder[:start].encode()), remainder[start:], True
+            is_behind_element = start == 0
         position = 0
-        for begin, end in _spans(remainder):
+        for begin, end in _spans(remainder, is_behind_element=is_behind_element):
             nbytes += len(remainder[position:end].encode())
             yield Element(remainder[begin:end], nbytes)
-            position = end
+            position, is_behind_element = end, True
         remainder = remainder[position:]
         needed = 2 * len(remainder)
     damaged = remainder.strip(" \t\r\n,")
     if damaged not in ("", "]"):
         yield Element(damaged, nbytes + len(remainder.encode()))
+    elif not damaged and file is not None:
+        raise ConfigError(
+            f"Expected ']' behind the last record of the array in {str(file)!r}, got the end of the file. Copy the "
+            "file again, or close the array."
+        )
 
 
 def _with_end(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -177,10 +189,13 @@ def _skip(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each whole element in a text that begins between elements."""
+def _spans(text: str, *, is_behind_element: bool) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each whole element in a text that begins between elements, behind one or not."""
     position = 0
     while (begin := _skip(text, position)) < len(text) and text[begin] != "]":
+        if is_behind_element and "," not in text[position:begin]:
+            return
+        is_behind_element = True
         try:
             _, position = _DECODER.raw_decode(text, begin)
         except (ValueError, RecursionError):  # cut at the end of the text, or damaged

@@ -86,7 +86,7 @@ class StreamedFile:
         if self.form == "lines":
             return self._lines(start, num_before)
         if self.form == "array":
-            return ((element.text, start + element.stop) for element in elements(self._texts(start)))
+            return ((element.text, start + element.stop) for element in elements(self._texts(start), self.path))
         return self._rows(start, num_before)
 
     def _rows(self, start: int, num_before: int) -> Iterator[tuple[str, int]]:

@@ -43,6 +43,7 @@ class TextFile:
         digest: SHA-256 of the range's bytes, in hexadecimal digits.
         form: How documents lie in the file.
         num_elements_before: Elements of an array before the range.
+        ends_file: The range goes up to the end of the file.
         source: The name of the file's source or validation set; empty without names.
     """
 
@@ -53,6 +54,7 @@ class TextFile:
     digest: str
     form: Form = "text"
     num_elements_before: int = 0
+    ends_file: bool = True
     source: str = ""
 
     @property
@@ -70,9 +72,11 @@ class TextFile:
         """Yield the JSON texts of the documents: lines, some of them blank, or elements of the array.
 
         Raises:
-            ConfigError: The file has changed since its digest was computed.
+            ConfigError: The file has changed since its digest was computed, or ends within its array.
         """
-        return (element.text for element in elements(self._texts())) if self.form == "array" else self.lines()
+        if self.form != "array":
+            return self.lines()
+        return (element.text for element in elements(self._texts(), self.path if self.ends_file else None))
 
     def pieces(self) -> Iterator[str]:
         """Yield the text in pieces of at most 65,536 characters, cut at line ends unless a line is longer.
@@ -317,6 +321,7 @@ def _parts(file: TextFile, at: int, num_elements: int = 0) -> tuple[list[TextFil
             stop=stop,
             digest=_digest(file.path, start, stop),
             num_elements_before=num_elements_before,
+            ends_file=stop == file.stop,
         )
         for start, stop, num_elements_before in ranges
         if stop > start
