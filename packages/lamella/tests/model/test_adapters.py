@@ -1,6 +1,7 @@
 """A run of adapters trains as peft does on one process, and is exported as peft's folder or merged."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,32 @@ from lamella_transformers import FreshLora, LoraSettings, lora_config, lora_laye
 
 CPU = torch.device("cpu")
 
+OTHER_MODELS: Mapping[str, Mapping[str, object]] = {
+    "deepseek_v3": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "head_dim": 8,
+        "mlp_only_layers": [0],
+    },
+    "mamba": {"state_size": 4},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1},
+}
+"""Models with layers that peft takes for others, or refuses."""
+
 # peft asks a model by a name that transformers renames.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -36,17 +63,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 @pytest.fixture(scope="module")
 def adapted(shared_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """The settings of a run with adapters on a published model with untied weights in fp32."""
-    folder = tmp_path_factory.mktemp("published")
     spec = AutoConfig.for_model(**json.loads(Path(shared_config.model.name).read_text(encoding="utf-8")))
+    return adapted_run(shared_config, spec, tmp_path_factory.mktemp("published"))
+
+
+def adapted_run(config: Config, spec: Any, folder: Path) -> Config:
+    """Write a model with a tokenizer, and return the settings of a run with adapters on it."""
     torch.manual_seed(0)
     cast(Any, AutoModelForCausalLM).from_config(spec).save_pretrained(folder)
-    tokenizer = train_tokenizer(collect(list(shared_config.data.paths), 0.05).train, 290)
+    tokenizer = train_tokenizer(collect(list(config.data.paths), 0.05).train, 290)
     assert tokenizer.backend is not None
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    model = replace(shared_config.model, name=str(folder), lora_rank=4, lora_alpha=12.0)
-    optim = replace(shared_config.optim, lr=1e-2)
-    run = replace(shared_config.run, directory=str(folder / "run"), checkpoint_interval=3)
-    return replace(shared_config, model=model, optim=optim, run=run)
+    return replace(
+        config,
+        model=replace(config.model, name=str(folder), lora_rank=4, lora_alpha=12.0),
+        optim=replace(config.optim, lr=1e-2),
+        run=replace(config.run, directory=str(folder / "run"), checkpoint_interval=3),
+    )
 
 
 def with_model(config: Config, directory: Path, **fields: Any) -> Config:
@@ -65,7 +98,7 @@ def peft_model(config: Config) -> nn.Module:
     base = cast(nn.Module, AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32))
     layers = lora_layers(base, settings.targets)
     source = FreshLora(open_checkpoint(config.model.name).source, layers, settings, config.run.seed, "model.")
-    model = cast(nn.Module, get_peft_model(cast(Any, base), lora_config(settings, layers)))
+    model = cast(nn.Module, get_peft_model(cast(Any, base), lora_config(base, settings)))
     prefix = "base_model.model."
     fill(
         {
@@ -225,3 +258,52 @@ def test_exports_are_peft_s(
     for name, parameter in merged.named_parameters():
         torch.testing.assert_close(exported.get_parameter(name), parameter, rtol=0, atol=1e-6)
         torch.testing.assert_close(used.get_parameter(name), parameter, rtol=0, atol=1e-6)
+
+
+def other_run(config: Config, model_type: str, folder: Path, **fields: Any) -> Config:
+    """Settings of two steps with adapters on one of the other models."""
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    values = {**sizes, "intermediate_size": 24, "num_key_value_heads": 2, **OTHER_MODELS[model_type]}
+    adapted = adapted_run(config, AutoConfig.for_model(model_type, **values), folder)
+    return with_model(replace(adapted, optim=replace(adapted.optim, steps=2)), folder / "run", **fields)
+
+
+@pytest.mark.parametrize("model_type", OTHER_MODELS)
+def test_adapters_are_in_called_linear_layers_beside_stacked_experts_and_in_mamba(
+    model_type: str, config: Config, train: TrainOn, tmp_path: Path
+) -> None:
+    config = other_run(config, model_type, tmp_path / "published")
+    run = train(config, 2)
+    base = cast(Any, AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float32))
+    linear = {name for name, module in base.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    read_past = ("out_proj", "dt_proj") if "mamba" in model_type else ()
+    source = open_checkpoint(run.directory.checkpoints / "step_00000002").source
+    adapters = {name.removeprefix("model.") for name in source.tensors if name.endswith(".lora_A.default.weight")}
+    assert {name.rpartition(".lora_A")[0] for name in adapters} == {n for n in linear if not n.endswith(read_past)}
+
+    assert main(["export", str(run.directory.root), str(tmp_path / "adapters")]) == 0
+    assert main(["export", str(run.directory.root), str(tmp_path / "whole"), "--merge"]) == 0
+    whole = cast(Any, AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32))
+    tokens = torch.arange(48).reshape(2, 24)
+    of_base = base(tokens).logits
+    opened = PeftModel.from_pretrained(base, str(tmp_path / "adapters"))
+    expected = whole(tokens).logits
+    torch.testing.assert_close(cast(Any, opened)(tokens).logits, expected, rtol=0, atol=1e-5)
+    assert (of_base - expected).abs().max() > 1e-3
+
+
+def test_magnitudes_beside_stacked_experts_are_exported_merged_alone(
+    config: Config, train: TrainOn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = ("gate_proj", "self_attn.*")
+    run = train(other_run(config, "qwen3_moe", tmp_path / "published", dora=True, lora_targets=targets), 1)
+    assert main(["export", str(run.directory.root), str(tmp_path / "adapters")]) == 2
+    assert "Expected LoRA in 'model.layers.0.mlp.gate_proj', whose weight peft adapts" in capsys.readouterr().err
+    assert not (tmp_path / "adapters").exists()
+    assert main(["export", str(run.directory.root), str(tmp_path / "whole"), "--merge"]) == 0
+
+
+def test_a_layer_of_mamba_that_gets_no_adapter_is_refused(config: Config, tmp_path: Path) -> None:
+    settings = other_run(config, "mamba", tmp_path / "published", lora_targets=("out_proj",))
+    with pytest.raises(ConfigError, match="got 'out_proj'.* 'mamba' gets none in dt_proj and out_proj"):
+        prepare(place(settings))

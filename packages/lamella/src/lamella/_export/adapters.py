@@ -16,7 +16,7 @@ from lamella._model.spec import load_spec, outline, refused_models
 from lamella._settings.options import ConfigError
 from lamella_convert import convert
 from lamella_files import check_vacant, recover, stage
-from lamella_transformers import as_peft, lora_config, lora_layers
+from lamella_transformers import as_peft, lora_config
 
 if TYPE_CHECKING:
     from lamella_convert import Conversion
@@ -54,6 +54,7 @@ def export_adapters(
 
     Raises:
         CheckpointDamaged: A file of the checkpoint is absent or damaged.
+        ConfigError: The adapters are DoRA's in layers where peft opens LoRA alone.
         FileExistsError: `to` is occupied.
 
     Effects: no collective; imports peft.
@@ -61,8 +62,7 @@ def export_adapters(
     settings = lora_settings(run.config.model)
     assert settings is not None
     with refused_models():
-        layers = lora_layers(outline(load_spec(str(run.directory.model))), settings.targets)
-    config = lora_config(settings, layers, run.config.model.name)
+        config = lora_config(outline(load_spec(str(run.directory.model))), settings, run.config.model.name)
     config.inference_mode = True
 
     def complete(folder: Path) -> None:
