@@ -166,6 +166,19 @@ def test_a_generation_config_that_transformers_refuses_is_refused_by_its_file(
     assert expected in output.err and output.err.endswith("Change the file, or leave the setting out.\n")
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_generation_config_that_cannot_be_read_is_refused(
+    exported: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = with_settings(exported, tmp_path / "folder")
+    (folder / "generation_config.json").write_text(content, encoding="utf-8")
+    capsys.readouterr()
+    assert main(["generate", str(folder), PROMPT, "--max-tokens", "12", "--device", "cpu"]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert f"Expected a generation_config.json that transformers reads in '{folder}', got: " in output.err
+
+
 def test_a_message_is_rendered_by_the_chat_template(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,12 +112,14 @@ def _model_of_folder(path: Path, device: torch.device) -> TrainedModel:
         )
     spec = load_spec(str(path))
     outline(spec)
+    generation = generation_config(path, spec)  # from_pretrained passes over a file that it cannot read.
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[device.type], local_files_only=True)
     except Exception as error:  # transformers raises errors of all its parts.
         raise ConfigError(
             f"Expected a model that transformers opens in {str(path)!r}, got: {in_short(error)}"
         ) from error
+    cast(Any, model).generation_config = generation
     return TrainedModel(
         model=cast(nn.Module, model).to(device).eval(),
         device=device,
