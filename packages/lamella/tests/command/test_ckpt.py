@@ -435,6 +435,23 @@ def test_bad_options_are_one_line(refusal: Run, tiny: Path, tmp_path: Path, argv
     assert not (tmp_path / "to").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"model_type": ', "expecting value at line 1, column 16."),
+        ("[1]", "a list."),
+    ],
+)
+def test_a_config_that_is_no_json_object_is_refused_by_its_path(
+    refusal: Run, tiny: Path, tmp_path: Path, content: str, expected: str
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(content, encoding="utf-8")
+    for command, other in (("convert", ["--to", "hf"]), ("diff", [])):
+        message = refusal(command, tiny, tmp_path / "to" if other else tiny, *other, "--config", file)
+        assert f"Expected a JSON object in {str(file)!r} as --config, got {expected}" in message
+
+
 def test_the_other_commands_options_are_checked_too(refusal: Run, tiny: Path, tmp_path: Path) -> None:
     assert "Expected --depth to be an integer of at least 0, got '-1'" in refusal("inspect", tiny, "--depth=-1")
     assert "Expected --rtol to be a number of at least 0, got 'nan'" in refusal("diff", tiny, tiny, "--rtol", "nan")

@@ -22,7 +22,8 @@ from lamella._command.choices import number, one_of
 from lamella._command.ckpt_options import DIALECTS, DTYPES, MTP_LAYERS, NUM_LINES, TARGETS, DamageError
 from lamella._record.output import check_destination, file_error, one_line, printable, say, show
 from lamella._record.progress import ByteBar
-from lamella._settings.options import ConfigError
+from lamella._settings.options import ConfigError, in_short
+from lamella._settings.parsing import kind_of, parse_json, read_settings
 from lamella._settings.sizes import size
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
 from lamella_convert import ModelUnknown, SizeUnknown
@@ -249,7 +250,11 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _config_folder(path: str | None) -> Iterator[Path | None]:
-    """Yield the folder of `--config`; for a lone file, a folder with a copy of the file alone."""
+    """Yield the folder of `--config`; for a lone file, a folder with a copy of the file alone.
+
+    Raises:
+        ConfigError: There is no such file, or a lone file is no JSON object.
+    """
     if path is None:
         yield None
         return
@@ -260,6 +265,12 @@ def _config_folder(path: str | None) -> Iterator[Path | None]:
     if config.is_dir():
         yield config
         return
+    try:  # A copy that cannot be read would be reported as damage, by the name of a temporary file.
+        content = parse_json(read_settings(file))
+        if not isinstance(content, dict):
+            raise ValueError(kind_of(content))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Expected a JSON object in {path!r} as --config, got {in_short(error)}") from error
     with tempfile.TemporaryDirectory() as folder:
         shutil.copyfile(file, Path(folder) / "config.json")
         yield Path(folder)
