@@ -197,11 +197,24 @@ def test_an_index_never_leads_outside_its_directory(sharded: Sharded, outside: s
     refused(path, index, "leads outside", repr(outside), "'a'")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": [1]}', "{}", '{"weight_map": {"a": 1, "a": 2}}'])
-def test_an_index_that_is_none_is_refused(sharded: Sharded, content: str) -> None:
+NO_FILES = "expected an object with weight_map, the names of files by tensor"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", NO_FILES),
+        ('{"weight_map": [1]}', NO_FILES),
+        ('{"weight_map": {"a": [1]}}', NO_FILES),
+        ("{}", NO_FILES),
+        ('{"weight_map": {"a": 1, "a": 2}}', "'a'"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(sharded: Sharded, content: str, expected: str) -> None:
     path, _ = sharded
     (path / "model.safetensors.index.json").write_text(content)
-    refused(path, path / "model.safetensors.index.json")
+    refused(path, path / "model.safetensors.index.json", expected)
 
 
 def test_a_shard_that_is_absent_is_named_with_a_tensor(sharded: Sharded) -> None:

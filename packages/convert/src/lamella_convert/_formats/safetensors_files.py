@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from lamella_convert._formats.rank_parts import RankPart
 from lamella_convert._formats.safetensors_header import Header, without_duplicates
-from lamella_files import CheckpointDamaged, read_json, unreadable
+from lamella_files import CheckpointDamaged, read_json
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -119,14 +119,14 @@ def _read_index(index: Path) -> tuple[dict[Path, frozenset[str]], object]:
     File names may not lead elsewhere. Links may: the hub's cache consists of links, and a foreign checkpoint brings
     names, not links on this machine.
     """
-    try:
-        content = read_json(index, pairs=without_duplicates)
-        weight_map, metadata = content["weight_map"], content.get("metadata")
-        names: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            names.setdefault(os.fspath(file), []).append(name)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise unreadable(index, error) from error
+    content = read_json(index, pairs=without_duplicates)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointDamaged(str(index), "expected an object with weight_map, the names of files by tensor")
+    metadata = content.get("metadata")
+    names: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        names.setdefault(file, []).append(name)
     for file, tensor_names in names.items():
         if Path(file).name != file or file in ("", ".."):
             raise CheckpointDamaged(str(index), f"it leads outside, to {file!r} for {tensor_names[0]!r}")
