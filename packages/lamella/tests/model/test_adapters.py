@@ -307,3 +307,15 @@ def test_a_layer_of_mamba_that_gets_no_adapter_is_refused(config: Config, tmp_pa
     settings = other_run(config, "mamba", tmp_path / "published", lora_targets=("out_proj",))
     with pytest.raises(ConfigError, match="got 'out_proj'.* 'mamba' gets none in dt_proj and out_proj"):
         prepare(place(settings))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer"),
+    [("bamba", "out_proj"), ("granitemoehybrid", "out_proj"), ("zamba2", "out_proj"), ("jamba", "dt_proj")],
+)
+def test_a_layer_whose_weight_mamba_s_kernels_read_gets_no_adapter(model_type: str, layer: str) -> None:
+    with torch.device("meta"):
+        model = cast(Any, AutoModelForCausalLM).from_config(AutoConfig.for_model(model_type))
+    assert any(name.endswith(layer) for name, _ in model.named_modules())
+    names = lora_layers(model, ["all-linear"])
+    assert names and not any(name.endswith(layer) for name in names)

@@ -1,7 +1,7 @@
 """Low-rank adapters, LoRA and DoRA, in the linear layers of a model: peft's modules on a model without memory."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 ALL_LINEAR: Final = "all-linear"
 """The target that stands for all linear layers."""
 
-_MAMBA_TYPES: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-_READ_IN_MAMBA: Final = ("dt_proj", "out_proj")
-"""The layers of Mamba whose weights its forward reads past an adapter; peft refuses `out_proj`."""
+_READ_IN_MAMBA: Final[Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), ("dt_proj", "out_proj")),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "zamba2"), ("out_proj",)),
+    "jamba": ("dt_proj",),
+}
+"""By type of model, the layers of Mamba whose weights the forward reads past an adapter, on some devices at least.
+
+peft refuses `out_proj` of the first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +69,7 @@ def lora_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """
     untyped = cast(Any, model)
     head, model_type = untyped.get_output_embeddings(), untyped.config.model_type
-    excluded = _READ_IN_MAMBA if model_type in _MAMBA_TYPES else ()
+    excluded = _READ_IN_MAMBA.get(model_type, ())
     names = [
         name
         for name, module in model.named_modules()
