@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engine_models import (
     Net,
     ShardPlacementResult,
+    assert_gradients_equal,
     assert_weights_equal,
     case,
     descend,
@@ -36,6 +37,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lamella_buffers import GlooTransport
 from lamella_engine import (
     HFSDP,
+    HSDP,
+    ZERO2,
     ZERO3,
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -216,6 +219,39 @@ def test_sums_that_are_divided_afterwards_are_the_means() -> None:
                 fsdp(module).set_force_sum_reduction_for_comms(True)
 
         _assert_trains(apply)
+
+    run_ranks(on_each_rank, 4)
+
+
+@pytest.mark.parametrize("placements", [None, (HSDP, ZERO2), (HFSDP, ZERO3)], ids=str)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16], ids=str)
+def test_a_gradient_kept_for_the_outer_axis_keeps_the_division_in_force_when_it_was_reduced(
+    placements: Any, reduce_dtype: torch.dtype | None
+) -> None:
+    def on_each_rank() -> None:
+        options = {
+            "mesh": mesh_of((2, 2)),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+            "options": ShardingOptions(placements=placements),
+        }
+        reference, sharded = twins(_net, _sharded(**options))
+        changes: list[Callable[[Any], None]] = [
+            lambda unit: None,
+            lambda unit: unit.set_force_sum_reduction_for_comms(True),
+            lambda unit: unit.set_gradient_divide_factor(16.0),
+            lambda unit: unit.set_force_sum_reduction_for_comms(False),
+            lambda unit: unit.set_gradient_divide_factor(4.0),  # the number of ranks
+        ]
+        for i, (change, factor) in enumerate(zip(changes, (4, 4, 16, 16, 4), strict=True)):
+            for module in (sharded, *sharded.get_submodule("layers").children()):
+                change(module)
+            is_last = i == len(changes) - 1
+            fsdp(sharded).set_is_last_backward(is_last)
+            fsdp(sharded).set_requires_all_reduce(is_last)
+            (reference(X).square().mean() * 4 / factor).backward()
+            sharded(rows_of_this_rank(X)).square().mean().backward()
+        tolerance = 1e-5 if reduce_dtype is None else 5e-3
+        assert_gradients_equal(reference, sharded, rtol=tolerance, atol=tolerance / 10)
 
     run_ranks(on_each_rank, 4)
 

@@ -308,19 +308,19 @@ class FSDPModule(_TorchsModule, UnitVerbs):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by `factor` instead of by their number; not for units below.
 
+        Gradients reduced before, also over the inner axis alone, stay divided as they were.
+
         Raises:
             ValueError: Not a positive number.
         """
         unchecked_factor: object = factor
         if not (isinstance(unchecked_factor, SupportsFloat) and float(unchecked_factor) > 0):
             raise ValueError(f"Expected a positive gradient divide factor, got {factor!r}.")
-        for group in state_of(self).unit.parameters.groups:
-            group.divisor = float(factor)
+        state_of(self).unit.gradients.divide(divisor=float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce with sums only and divide after, at the cost of a pass over the shards; not for units below."""
-        for group in state_of(self).unit.parameters.groups:
-            group.sums_only = enable
+        state_of(self).unit.gradients.divide(sums_only=enable)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients over the replicas (HSDP) too, or keeps each replica's own sum.

@@ -503,6 +503,12 @@ class ParameterGroup:
         """The part of `divisor` that divides the gradients' sum."""
         return self.divisor / self.predivisor
 
+    @property
+    def outer_divisor(self) -> float:
+        """The part of `divisor` that gradients reduced over the shard axis are still to be divided by."""
+        is_mean = self.reduce_op is MEAN
+        return self.axes.num_ranks / self.axes.num_shards if is_mean else self.postdivisor
+
 
 def even_layouts(
     axes: DataAxes, shapes: Sequence[tuple[int, ...]], dims: Sequence[int]

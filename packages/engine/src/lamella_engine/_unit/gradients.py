@@ -141,6 +141,23 @@ class Gradients:
                     parameter.drop_gradient()
         self._drop_main_grads()
 
+    def divide(self, *, divisor: float | None = None, sums_only: bool | None = None) -> None:
+        """Choose the divisor of later reductions, or whether they sum only; None leaves a choice as it is.
+
+        Gradients kept for the outer axis stay divided as they were chosen to be when they were reduced.
+
+        Effects: with kept gradients whose division changes, one multiplication on the reduce stream.
+        """
+        streams = self.parameters.context.streams
+        for group in self.parameters.groups:
+            before = group.outer_divisor
+            group.divisor = group.divisor if divisor is None else divisor
+            group.sums_only = group.sums_only if sums_only is None else sums_only
+            if group.partial is not None and group.outer_divisor != before:
+                # The later reduction divides the kept sum, which the reduce stream made, as it divides its own terms.
+                with torch.no_grad(), streams.on(streams.reduce_scatter_stream):
+                    group.partial.shards.flat.mul_(group.outer_divisor / before)
+
     def _wait_for_later(self) -> bool:
         """Whether gradients are kept for a later microbatch."""
         if not self.requires_sync:
