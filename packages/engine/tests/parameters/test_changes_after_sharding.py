@@ -23,7 +23,7 @@ from engine_models import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from lamella_engine import (
     DDP,
@@ -207,6 +207,27 @@ def _fill_from_a_vector(parameter: Any) -> None:
 
 
 ASSIGNMENTS: list[Callable[[Any], None]] = [_assign_dtensor, _assign_whole, _assign_another_shape, _fill_from_a_vector]
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda head: parametrize.register_parametrization(head, "weight", _Halved()),
+        parametrizations.weight_norm,
+        lambda head: prune.identity(head, "weight"),  # type: ignore[no-untyped-call]
+    ],
+    ids=["parametrization", "weight norm", "pruning"],
+)
+def test_a_parameter_moved_out_of_its_module_is_refused_with_the_way_out(move: Callable[[nn.Module], object]) -> None:
+    def check() -> None:
+        model = shard(Net())
+        move(model.head)
+        with pytest.raises(
+            TypeError, match=r"'head\.weight' to stay in its module.*Before fully_shard.*parametrizations"
+        ):
+            model(inputs())
+
+    run_ranks(check, 1)
 
 
 @over_options

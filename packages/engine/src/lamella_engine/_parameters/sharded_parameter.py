@@ -170,11 +170,17 @@ class ShardedParameter:
             RuntimeError: The owners hold different new tensors.
         """
         form = self.current_form()
-        if form is None or form.shape != self.sharded.shape or not hasattr(form, "_local_tensor"):
+        if form is None:
+            raise TypeError(
+                f"Expected parameter {self.name!r} to stay in its module after fully_shard, got None in its place. "
+                "Before fully_shard, register parametrizations, weight norms and pruning, which move the parameter, "
+                "and delete parameters that are to go."
+            )
+        if form.shape != self.sharded.shape or not hasattr(form, "_local_tensor"):
             raise TypeError(
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
-                f"{type(form).__name__} of shape {None if form is None else tuple(form.shape)}. Only a DTensor can "
-                "replace a sharded parameter; to write whole values, distribute them first (`distribute_tensor`)."
+                f"{type(form).__name__} of shape {tuple(form.shape)}. Only a DTensor can replace a sharded parameter; "
+                "to write whole values, distribute them first (`distribute_tensor`)."
             )
         if not isinstance(form, nn.Parameter):
             # `functional_call` puts the former tensor back later, unseen: the shards would keep the values of this one.
