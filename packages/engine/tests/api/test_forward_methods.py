@@ -13,8 +13,8 @@ from engine_models import Net, assert_trains_alike, fsdp, inputs, mean_square, s
 from torch import nn
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from lamella_engine._modules.attached import find_state
 from lamella_engine._modules.hooks import pre_forward
+from lamella_engine._modules.state import find_state
 from lamella_engine.testing import record
 from lamella_testing import run_ranks
 

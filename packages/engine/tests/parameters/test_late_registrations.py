@@ -1,15 +1,28 @@
-"""Trainable parameters that modules are given after `fully_shard` are refused at the next forward, by name."""
+"""Parameters that modules are given after `fully_shard` are refused at the next forward, and units join the tree."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from engine_models import Net, inputs, mean_square, rows_of_this_rank, shard
+from engine_models import (
+    Net,
+    assert_gradients_equal,
+    fsdp,
+    inputs,
+    mean_square,
+    no_gradient_sync,
+    rows_of_this_rank,
+    shard,
+    twins,
+)
 from torch import nn
 
-from lamella_engine import fully_shard
+from lamella_engine import ShardingOptions, fully_shard
+from lamella_engine.testing import assert_at_rest
 from lamella_testing import run_ranks
 
 LOSS = mean_square(lambda model: model(rows_of_this_rank(inputs())))
@@ -72,12 +85,78 @@ def test_many_parameters_registered_late_are_named_once_each_and_counted() -> No
     run_ranks(check, 1)
 
 
-def test_a_module_that_is_sharded_itself_may_be_added() -> None:
+class _Adapted(Net):
+    """Adapters that a microbatch may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor, num_adapters: int = 0) -> torch.Tensor:
+        for adapter in self.adapters[:num_adapters]:
+            x = x + adapter(x)
+        return super().forward(x)
+
+
+def _adapter() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def _shard_and_add(model: Any, adapter: Any) -> None:
+    fully_shard(adapter[0])
+    fully_shard(adapter)
+    model.adapters.append(adapter)
+
+
+def _add_and_shard(model: Any, adapter: Any) -> None:
+    model.adapters.append(adapter)
+    fully_shard(adapter[0])
+    fully_shard(adapter)
+
+
+def _shard_and_use_and_add(model: Any, adapter: Any) -> None:
+    _shard_and_add(model, adapter)
+    adapter(inputs()).sum().backward()
+    adapter.zero_grad()
+
+
+@pytest.mark.parametrize("add", [_shard_and_add, _add_and_shard, _shard_and_use_and_add])
+@pytest.mark.parametrize("trains_before", [False, True])
+def test_a_unit_that_is_added_later_is_part_of_the_tree(
+    add: Callable[[Any, Any], None], *, trains_before: bool
+) -> None:
+    """The step's last microbatch, which does not use the adapter, reduces the adapter's gradients all the same."""
+
     def check() -> None:
-        model = shard(Net())
-        adapter = nn.Linear(2, 2)
-        fully_shard(adapter)
-        model.adapter = adapter
-        LOSS(model).backward()
+        pair: Any = twins(_Adapted)
+        reference, sharded = pair
+        for num_adapters in (1, 2):
+            if trains_before:
+                LOSS(sharded).backward()
+                sharded.zero_grad()
+            adapter = _adapter()
+            reference.adapters.append(copy.deepcopy(adapter))
+            add(sharded, adapter)
+            for model in pair:
+                model.zero_grad()
+                with no_gradient_sync(sharded):
+                    model(inputs(), num_adapters).square().mean().backward()
+                model(inputs()).square().mean().backward()
+            assert_gradients_equal(reference, sharded)
+            assert_at_rest(sharded)
+        with pytest.raises(RuntimeError, match=r"the outermost unit, got 'adapters\.0'"):
+            fsdp(sharded.get_submodule("adapters.0")).reset_iter_state()
 
     run_ranks(check, 2)
+
+
+def test_a_unit_with_other_options_of_the_tree_is_refused_by_name() -> None:
+    def check() -> None:
+        model, adapter = _Adapted(), _adapter()
+        shard(model)
+        fully_shard(adapter, options=ShardingOptions(prefetch_budget=1))
+        model.adapters.append(adapter)
+        with pytest.raises(ValueError, match=r"the unit 'adapters\.0' to leave `prefetch_budget` out"):
+            LOSS(model)
+
+    run_ranks(check, 1)

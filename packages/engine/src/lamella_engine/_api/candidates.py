@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lamella_engine._modules.attached import find_state
+from lamella_engine._modules.state import find_state
 from lamella_engine._options.options import KeepFn, checked_keep
 from lamella_engine._parameters.extended_form import is_extended
 from lamella_engine._parameters.flat_packing import nums_per_element

@@ -21,10 +21,10 @@ from lamella_engine._api.own_names import hidden_names
 from lamella_engine._api.reads import explain_undeclared, note_in_unit, units_read
 from lamella_engine._api.verbs import UnitVerbs
 from lamella_engine._common.errors import MisuseError
-from lamella_engine._modules.attached import attach_state, find_state, is_torchs_unit, view_of
+from lamella_engine._modules.attached import attach_state, is_torchs_unit, view_of
 from lamella_engine._modules.hooks import register_hooks
 from lamella_engine._modules.private_view import StateView
-from lamella_engine._modules.state import FSDPState
+from lamella_engine._modules.state import FSDPState, find_state
 from lamella_engine._optimizer_hooks import register_step_hooks
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions, as_keep_fn
 from lamella_engine._options.placements import Strategy
@@ -37,7 +37,6 @@ from lamella_engine._parameters.sharding import DataAxes, PlacementFn
 from lamella_engine._parameters.strategy import strategy_of
 from lamella_engine._tree.tree import Tree
 from lamella_engine._unit.unit import Unit
-from lamella_engine._unit.weights import refuse_holds
 from lamella_precision import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -147,7 +146,7 @@ def fully_shard(
     candidates = candidates_of(modules, ignored, axes, shard_placement_fn, keep_fn, policy)
     refuse_outside_holders(own_modules(modules), {id(candidate.parameter): candidate.name for candidate in candidates})
     for below, name in inner.items():
-        _check_resting(name, below)
+        below.rest_before_put_inside(name)
     read = units_read(
         own_modules(modules),
         inner,
@@ -339,17 +338,6 @@ def _neighbours(candidates: list[Candidate], reshard_after_forward: bool | int |
     groups = {axes: axes.group_of(reshard_after_forward) for axes in all_axes}
     # As many neighbours as ranks is True, and one is False.
     return {axes: transport_for(group, axes.mesh.device_type) for axes, group in groups.items() if group is not None}
-
-
-def _check_resting(name: str, state: FSDPState) -> None:
-    if not state.tree.context.is_resting or state.tree.step_end.is_unfinalized:
-        raise RuntimeError(
-            f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard between "
-            "steps, or reset_iter_state() after an exception."
-        )
-    refuse_holds(state.unit.weights)
-    # The outer unit may take the shards over: no module may hold an unsharded form then.
-    state.unit.weights.reshard()
 
 
 def _default_mesh() -> DeviceMesh:

@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch.distributed.fsdp as fsdp2
 import torch.nn as nn
 
-from lamella_engine._modules.attached import find_state, state_of, unit_state_of
+from lamella_engine._modules.attached import state_of, unit_state_of
 from lamella_engine._modules.hooks import call_between_hooks
+from lamella_engine._modules.state import find_state
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

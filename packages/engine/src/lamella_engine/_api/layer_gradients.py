@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch.nn as nn
 
-from lamella_engine._modules.attached import find_state
-from lamella_engine._modules.state import FSDPState
+from lamella_engine._modules.state import FSDPState, find_state
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._unit.main_grads import main_grads_of

@@ -19,8 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
 from lamella_engine._common.text import clean_name
-from lamella_engine._modules.attached import find_state
-from lamella_engine._modules.state import FSDPState
+from lamella_engine._modules.state import FSDPState, find_state
 from lamella_engine._options.placements import Strategy
 from lamella_engine._parameters.sharded_parameter import is_sharded
 from lamella_engine._unit.parameters import UnitParameters

@@ -32,7 +32,8 @@ from lamella_engine._api.fully_shard import as_policy, fully_shard
 from lamella_engine._api.plan import PlannedParameter, PlannedUnit, ShardingPlan
 from lamella_engine._api.reads import reads_of
 from lamella_engine._common.text import clean_name, size_text
-from lamella_engine._modules.attached import find_state, state_of
+from lamella_engine._modules.attached import state_of
+from lamella_engine._modules.state import find_state
 from lamella_engine._parameters.group import dtypes_of
 from lamella_engine._parameters.sharding import local_of
 from lamella_engine._parameters.unsharded_weight import cached_nbytes

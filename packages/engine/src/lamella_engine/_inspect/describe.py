@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine._common.text import clean_name, range_text, size_text, table
-from lamella_engine._modules.attached import find_state
+from lamella_engine._modules.state import find_state
 from lamella_engine._parameters.group import ParameterGroup, dtypes_of
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._unit.unit import Unit

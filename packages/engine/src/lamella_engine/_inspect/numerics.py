@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine._common.text import clean_name
-from lamella_engine._modules.attached import find_state
+from lamella_engine._modules.state import find_state
 from lamella_engine._parameters.sharded_parameter import ShardedParameter
 from lamella_engine._parameters.sharding import all_reduce_anywhere, groups_that_share
 from lamella_engine._tree.tree import finish_deferred

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from lamella_engine._inspect.numerics import named_shards, sum_over_ranks
-from lamella_engine._modules.attached import find_state
+from lamella_engine._modules.state import find_state
 from lamella_engine._parameters.group import ParameterGroup
 from lamella_engine._parameters.sharding import groups_that_share
 from lamella_engine._scaling.scales import parts_in

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from lamella_engine._inspect.numerics import named_shards
-from lamella_engine._modules.attached import find_state
+from lamella_engine._modules.state import find_state
 from lamella_engine._scaling.scales import Scales
 from lamella_engine._tree.tree import finish_deferred
 

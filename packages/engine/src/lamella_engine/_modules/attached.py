@@ -13,11 +13,10 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed._composable_state import _module_state_mapping
 
 from lamella_engine._modules.private_view import StateView
-from lamella_engine._modules.state import FSDPState
+from lamella_engine._modules.state import STATE, FSDPState, find_state
 from lamella_engine._streams.streams import Accelerator
 from lamella_engine._unit.unit import Unit
 
-_STATE = "_lamella_state"
 _TORCHS_FUNCTION = inspect.unwrap(fsdp2.fully_shard)  # bound here: `install()` rebinds torch's name to lamella's
 
 
@@ -38,7 +37,7 @@ def attach_state(
     # Weak: the view holds the state. The modules' attributes below keep both alive.
     state.unit.view = weakref.ref(view)
     for module in (*modules, *former_modules):
-        module.__dict__[_STATE] = state
+        module.__dict__[STATE] = state
         module.__dict__.setdefault(STATE_KEY, {})[_TORCHS_FUNCTION] = view
         module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         _module_state_mapping[module] = weakref.ref(view)  # type: ignore[arg-type]  # shown as torch's `FSDPState`
@@ -48,11 +47,6 @@ def view_of(module: object) -> StateView | None:
     """A unit's state under FSDP2's names, or None for a module without a unit."""
     state = find_state(module)
     return None if state is None else cast(StateView, state.unit.view())
-
-
-def find_state(module: object) -> FSDPState | None:
-    """A module's state, or None without a unit."""
-    return cast("FSDPState | None", getattr(module, "__dict__", {}).get(_STATE))
 
 
 def unit_of(module: object) -> Unit | None:

@@ -50,6 +50,7 @@ from torch.utils.hooks import RemovableHandle
 from lamella_engine._common.labels import label
 from lamella_engine._common.tensors import hides_tensors, map_tensors, tensors_in
 from lamella_engine._modules.state import FSDPState
+from lamella_engine._parameters.registrations import registrations
 from lamella_engine._scaling.events import WeightsChange
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
     """Unshard, and prepare the inputs."""
     acting = state.acting
     unit, tree = acting.unit, acting.tree
+    if registrations and tree.context.is_resting:
+        acting.adopt_late_units()
     with label("pre_forward", unit.parameters.name):
         module_id = id(module)
         if module_id in unit.awaited and _is_inner_call(unit, module):

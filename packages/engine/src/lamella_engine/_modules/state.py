@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
+from lamella_engine._parameters.registrations import late_modules
 from lamella_engine._tree.tree import Tree
 from lamella_engine._unit.unit import Unit
+from lamella_engine._unit.weights import refuse_holds
 from lamella_precision import MixedPrecisionPolicy
+
+STATE = "_lamella_state"  # the attribute of a unit's modules, set by `attach_state`
 
 
 class FSDPState:
@@ -58,6 +64,53 @@ class FSDPState:
         self.hooks_of_outermost.clear()
         self.tree = outer.tree
 
+    def rest_before_put_inside(self, name: str) -> None:
+        """Bring the unit to rest, before an outer unit's tree takes it over under a name.
+
+        Raises:
+            RuntimeError: The unit has a holder, or its tree is in the middle of a step.
+
+        Effects: those of `StepEnd.finish_reductions` and `UnitWeights.reshard`.
+        """
+        if not self.tree.context.is_resting or self.tree.step_end.is_unfinalized:
+            raise RuntimeError(
+                f"Expected the unit {name!r} to be at rest, got one in the middle of a step. Call fully_shard, and add "
+                "units to modules, between steps, or call reset_iter_state() after an exception."
+            )
+        refuse_holds(self.unit.weights)
+        self.tree.step_end.finish_reductions()  # no step of the outer tree would wait for the streams left behind
+        # The outer unit may take the shards over: no module may hold an unsharded form then.
+        self.unit.weights.reshard()
+
+    def adopt_late_units(self) -> None:
+        """Put units inside the tree that its modules were given after `fully_shard`, as if they had been there before.
+
+        Else the end of the tree's backward would not come to them, and gradients that it should reduce would stay for
+        the next step.
+
+        Raises:
+            RuntimeError: Such a unit is not at rest.
+            ValueError: A field of the tree in its options differs.
+
+        Effects: those of `rest_before_put_inside`.
+        """
+        late: dict[FSDPState, str] = {}
+        trees: set[Tree] = set()
+        for name, module in late_modules(unit.parameters for unit in self.tree.units):
+            below = find_state(module)
+            if below is None or below.tree is self.tree:
+                continue
+            if below.unit.is_outermost:
+                trees.add(below.tree)
+            if below.tree in trees:  # and no unit that is another model's too
+                late.setdefault(below, name)
+        for below, name in late.items():
+            below.tree.options.check_inside(self.tree.options, name)
+            below.rest_before_put_inside(name)
+        for below, name in late.items():
+            below.put_inside(self, name)
+            self.tree.add(below.unit)
+
     def take_over(self, other: FSDPState) -> None:
         """Communicate another unit's parameters together with this unit's from now on. Both must be at rest."""
         self.unit.take_over(other.unit)
@@ -70,3 +123,8 @@ class FSDPState:
     def end_backward(self) -> None:
         """End the unit's backward: a hook behind the unit's inputs. Tools may wrap the method on one state."""
         self.tree.step_end.end_backward(self.unit)
+
+
+def find_state(module: object) -> FSDPState | None:
+    """A module's state, or None without a unit."""
+    return cast("FSDPState | None", getattr(module, "__dict__", {}).get(STATE))

@@ -1,4 +1,6 @@
-"""Parameters that modules of a unit were given after `fully_shard`, which no unit gathers or reduces.
+"""Parameters and modules that modules of a unit were given after `fully_shard`.
+
+Parameters that no unit gathers or reduces are refused; units join the tree.
 
 torch calls hooks for every registration in the process, so a step asks only whether there was one.
 """
@@ -84,40 +86,60 @@ def refuse_late_parameters(owners: Iterable[NamedUnit]) -> None:
     if not torch.is_grad_enabled():
         # A pass without gradients drifts nowhere, and leaves the entries to the next training forward.
         return
-    if names := _late_names(set(owners)):
+    tree_owners = set(owners)
+    if names := _late_names(tree_owners):
         others = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
         raise RuntimeError(
             "Expected the parameters of a unit's modules to be registered before fully_shard, got "
             f"{names[:_NUM_NAMES]}{others} after it, which no unit reduces: each rank would train values of its own. "
             "Register them before fully_shard, call fully_shard on the new module itself, or freeze them."
         )
-    # Parameters frozen for now may be trained later, so entries go only with the parameters.
+    # Parameters frozen for now may be trained later, so entries go only with the parameters. Another tree's entries may
+    # name units, which join that tree when its next pass begins.
     registrations[:] = [
-        registration for registration in registrations if registration[0]() is not None and _is_pending(*registration)
+        (reference, name)
+        for reference, name in registrations
+        if (module := reference()) is not None
+        and (owner := _watched[module].owner()) is not None
+        and (owner not in tree_owners or _is_pending(module, name))
     ]
+
+
+def late_modules(owners: Iterable[NamedUnit]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that units' modules were given after `fully_shard`, outer ones first, with their full names.
+
+    Args:
+        owners: The parameters of a tree's units.
+    """
+    for module, prefix, name in _registrations_of(set(owners)):
+        if (added := module._modules.get(name)) is not None:
+            yield from added.named_modules(prefix=prefix + name)
+
+
+def _registrations_of(owners: Collection[NamedUnit]) -> Iterator[tuple[nn.Module, str, str]]:
+    """The units' modules that were given something, each with the prefix of its names and the name in it."""
+    for reference, name in registrations:
+        if (module := reference()) is None or (watched := _watched.get(module)) is None:
+            continue
+        if (owner := watched.owner()) is not None and owner in owners:
+            yield module, owner.prefix + watched.prefix, name
 
 
 def _late_names(owners: Collection[NamedUnit]) -> list[str]:
     """The names of trainable parameters in no unit, each parameter once."""
     names: dict[nn.Parameter, str] = {}
-    for reference, name in registrations:
-        if (module := reference()) is None or (watched := _watched.get(module)) is None:
-            continue
-        if (owner := watched.owner()) is None or owner not in owners:
-            continue
+    for module, prefix, name in _registrations_of(owners):
         for late_name, parameter in _parameters_at(module, name):
             if parameter.requires_grad and not is_sharded(parameter):
-                names.setdefault(parameter, owner.prefix + watched.prefix + late_name)
+                names.setdefault(parameter, prefix + late_name)
     return list(names.values())
 
 
-def _is_pending(reference: weakref.ref[nn.Module], name: str) -> bool:
-    return any(not is_sharded(parameter) for _, parameter in _parameters_at(reference(), name))
+def _is_pending(module: nn.Module, name: str) -> bool:
+    return any(not is_sharded(parameter) for _, parameter in _parameters_at(module, name))
 
 
-def _parameters_at(module: nn.Module | None, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-    if module is None:
-        return
+def _parameters_at(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
     if (parameter := module._parameters.get(name)) is not None:
         yield name, parameter
     elif (inner := module._modules.get(name)) is not None:
