@@ -9,6 +9,7 @@ from engine_models import (
     Residual,
     assert_gradients_equal,
     assert_trains_alike,
+    fsdp,
     inputs,
     mean_square,
     shard,
@@ -164,6 +165,24 @@ def test_flags_that_are_set_while_a_unit_is_unsharded_stay_set() -> None:
                     LOSS(model).backward()
             assert_gradients_equal(*pair)
             assert_at_rest(pair[1])
+
+    run_ranks(check, 2)
+
+
+def test_flags_of_parameters_held_from_before_count_after_a_reshard() -> None:
+    def check() -> None:
+        reference, sharded = pair = twins()
+        held = [model.get_parameter("head.weight") for model in pair]
+        for flag in (False, True):
+            for model in pair:
+                model.zero_grad()
+                model(X)  # leaves the root unsharded: the module holds another form than `held`
+            fsdp(sharded).reshard()
+            for parameter in held:
+                parameter.requires_grad_(flag)
+            for model in pair:
+                LOSS(model).backward()
+            assert_gradients_equal(reference, sharded)
 
     run_ranks(check, 2)
 
