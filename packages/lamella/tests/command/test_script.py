@@ -31,6 +31,9 @@ PROGRAM = """
     optimizer.step()
     report = open(f"rank-{os.environ['RANK']}.txt", "w")  # two ranks' prints would mingle
     print(__name__, type(model).__mro__[1].__module__.split(".")[0], sys.argv[1:], file=report)
+    if os.environ["WORLD_SIZE"] != "1":
+        # Last. As the interpreter ends, a thread of gloo's may want it, and abort (pytorch PR 179291).
+        atexit.register(os._exit, 0)
     atexit.register(print, "exit handler", file=report, flush=True)
     dist.destroy_process_group()
     sys.exit(int(sys.argv[-1]))
