@@ -469,7 +469,7 @@ def test_a_factor_beside_weights_keeps_its_dtype_in_a_model_of_another(kit: Kit,
     save(tmp_path / "a", model=model, optimizer=optimizer)
     live, live_optimizer = _stepped(kit, torch.bfloat16, make, sharded=False, num_steps=0)
     load(tmp_path / "a", model=live, optimizer=live_optimizer)
-    saved, slots = (next(iter(each.state.values())) for each in (optimizer, live_optimizer))
+    saved, slots = (next(iter(state.values())) for state in (optimizer.state, live_optimizer.state))
     assert slots["exp_avg"].dtype == torch.bfloat16
     for slot in ("step", "mu_product"):
         assert torch.equal(slots[slot], saved[slot]) and slots[slot].dtype == saved[slot].dtype

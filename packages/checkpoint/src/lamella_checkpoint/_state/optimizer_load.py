@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.live_boxes import boxes_beside, is_placed_by, local_boxes
 from lamella_checkpoint._state.optimizer import LiveOptimizer, class_slots, options
-from lamella_files import NameDifference, OptionConflict, Source, Wanted, is_of_model, own_name, whole_box
+from lamella_files import NameDifference, OptionConflict, Source, TensorInfo, Wanted, is_of_model, own_name, whole_box
 
 # Options that select a step's implementation, not its result: kept from the live run, for this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -150,8 +150,7 @@ class OptimizerLoad:
         Effects: allocates optimizer state where none exists yet.
         """
         return {
-            full: self._target(param, group, slot, full, self._dtype(name, param, slot, full))
-            for name, param, group, slot, full in self._tensors()
+            full: self._target(name, param, group, slot, full) for name, param, group, slot, full in self._tensors()
         }
 
     def reads(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Wanted]:
@@ -244,23 +243,11 @@ class OptimizerLoad:
                 if full in self.source.tensors:
                     yield name, param, group, slot, full
 
-    def _dtype(self, name: str, param: torch.Tensor, slot: str, full: str) -> torch.dtype:
-        """The dtype of a slot to come, as `targets` describes."""
-        stored, live = self.source.tensors[full], self.live.slots(param).get(slot)
-        dtype = stored.dtype
-        if isinstance(live, torch.Tensor):
-            dtype = live.dtype
-        # A number beside a matrix (NAdam's `mu_product`) has a dtype of its own.
-        elif stored.dtype == self.param_dtypes.get(name) and len(stored.shape) >= min(param.ndim, 1):
-            dtype = param.dtype
-        # A cast step would stop counting, at 256 in bf16; integers and float8 are codes, which a cast does not decode.
-        return dtype if slot != "step" and _holds_values(stored.dtype) and _holds_values(dtype) else stored.dtype
-
-    def _target(
-        self, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _target(self, name: str, param: torch.Tensor, group: Mapping[str, Any], slot: str, full: str) -> torch.Tensor:
         stored = self.source.tensors[full]
         live = self.live.slots(param).get(slot)
+        # A cast step would stop counting, at 256 in bf16.
+        dtype = stored.dtype if slot == "step" else self._dtype(name, param, stored, live)
         has_params_shape = stored.shape == tuple(param.shape)
         if isinstance(live, torch.Tensor):
             if has_params_shape and is_placed_by(param, live, full):
@@ -270,6 +257,17 @@ class OptimizerLoad:
         elif has_params_shape and slot in self.local_slots and isinstance(param, DTensor):
             return torch.zeros_like(param._local_tensor.detach(), dtype=dtype)
         return _new_slot(param.detach(), group, slot, torch.Size(stored.shape), dtype)
+
+    def _dtype(self, name: str, param: torch.Tensor, stored: TensorInfo, live: object) -> torch.dtype:
+        """The dtype of a slot to come, as `targets` describes."""
+        dtype = stored.dtype
+        if isinstance(live, torch.Tensor):
+            dtype = live.dtype
+        # A number beside a matrix (NAdam's `mu_product`) has a dtype of its own.
+        elif stored.dtype == self.param_dtypes.get(name) and len(stored.shape) >= min(param.ndim, 1):
+            dtype = param.dtype
+        # Integers and float8 are codes, which a cast does not decode.
+        return dtype if _holds_values(stored.dtype) and _holds_values(dtype) else stored.dtype
 
 
 def _holds_values(dtype: torch.dtype) -> bool:

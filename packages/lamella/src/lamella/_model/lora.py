@@ -35,16 +35,16 @@ class RunAdapters:
 
 def lora_settings(model: ModelConfig) -> LoraSettings | None:
     """Return the settings of the adapters; None for a model without adapters."""
-    alpha = lora_alpha(model.lora_rank, model.lora_alpha)
-    if model.lora_rank is None or alpha is None:
+    if model.lora_rank is None:
         return None
+    alpha = lora_alpha(model.lora_rank, model.lora_alpha)
     settings = LoraSettings(rank=model.lora_rank, alpha=alpha, dora=model.dora)
     return replace(settings, targets=model.lora_targets) if model.lora_targets else settings
 
 
-def lora_alpha(rank: int | None, alpha: float | None) -> float | None:
-    """Return `--lora-alpha`, which is twice `--lora-rank` where it is not passed; None without adapters."""
-    return None if rank is None else alpha or 2 * rank
+def lora_alpha(rank: int, alpha: float | None) -> float:
+    """Return `--lora-alpha`, which is twice `--lora-rank` where it is not passed."""
+    return alpha or 2 * rank
 
 
 def check_peft(model: ModelConfig) -> None:

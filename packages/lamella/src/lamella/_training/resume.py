@@ -200,8 +200,8 @@ def _effect(name: str, settings: Mapping[str, object]) -> object:
     if name == _MIXTURE and setting:
         weights = dict(sorted(map(weight_of_source, cast("tuple[str, ...]", setting))))
         return (*weights, *Mixture.of([*weights.values()]).shares)
-    if name == "model.lora_alpha":
-        return lora_alpha(cast("int | None", settings["model.lora_rank"]), cast("float | None", setting))
+    if name == "model.lora_alpha" and (rank := settings["model.lora_rank"]) is not None:
+        return lora_alpha(cast(int, rank), cast("float | None", setting))
     return setting
 
 
