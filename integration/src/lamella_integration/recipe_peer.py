@@ -175,7 +175,7 @@ def _with_adapters(model: nn.Module, weights: FreshWeights, settings: LoraSettin
     from peft import get_peft_model
 
     layers = lora_layers(model, settings.targets)
-    adapted: nn.Module = get_peft_model(cast(Any, model), lora_config(settings, layers))
+    adapted: nn.Module = get_peft_model(cast(Any, model), lora_config(model, settings))
     names = {name.removeprefix("base_model.model."): parameter for name, parameter in adapted.named_parameters()}
     adapters: dict[str, Any] = {name: parameter for name, parameter in names.items() if ".lora_" in name}
     fill(adapters, FreshLora(weights, layers, settings, seed))
