@@ -81,6 +81,12 @@ def test_the_throughput_of_two_steps_is_their_mean(tmp_path: Path) -> None:
     assert "585" in Outline(report(write_run(tmp_path / "run", rows))).texts
 
 
+def test_memory_is_the_largest_and_utilization_the_median_of_all_steps(tmp_path: Path) -> None:
+    sizes, shares = (2**31, 2**30, 2**30), (0.4, 0.5, 0.1)  # a run that was resumed with other options
+    rows = [step_row(1 + i, memory_nbytes=sizes[i], mfu=shares[i]) for i in range(3)]
+    assert {"2.00 GiB", "40.0%"} <= {*Outline(report(write_run(tmp_path / "run", rows))).texts}
+
+
 def test_the_page_fetches_nothing_and_runs_no_script(tmp_path: Path) -> None:
     page = Outline(report(write_run(tmp_path / "run", [step_row(1), step_row(2)])))
     assert not {"script", "img", "link", "iframe"} & {*page.elements}

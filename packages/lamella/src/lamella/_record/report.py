@@ -113,14 +113,14 @@ def _state(history: Rows, rows: Rows) -> str:
 def _figures(settings: Values, rows: Rows) -> Html:
     last = next((row for row in reversed(rows) if is_step(row)), {})
     steps = settings.get("optim", {}).get("steps")
-    speeds = step_series(rows, _SPEED, "", "").numbers
+    speeds, shares, sizes = (step_series(rows, name, "", "").numbers for name in (_SPEED, "mfu", "memory_nbytes"))
     shown = {
         "steps": f"{last.get('step', 0):,}" + (f" of {steps:,}" if isinstance(steps, int) else ""),
         "training loss": _with_unit(last.get("loss"), _TRAINING_UNIT),
         **{series.name: _with_unit(series.numbers[-1], series.unit) for series in validation_series(rows)},
         "tokens/s": _with_unit(median(speeds) if speeds else None, ""),
-        "MFU": f"{mfu:.1%}" if isinstance(mfu := last.get("mfu"), float) else "",
-        "peak memory of a rank": _size(last.get("memory_nbytes")),
+        "MFU": f"{median(shares):.1%}" if shares else "",
+        "peak memory of a rank": size(int(max(sizes))) if sizes else "",
     }
     tiles = (
         element("div", element("span", name, class_="dim"), element("b", text)) for name, text in shown.items() if text
@@ -130,10 +130,6 @@ def _figures(settings: Values, rows: Rows) -> Html:
 
 def _with_unit(number: object, unit: str) -> str:
     return f"{shown_number(number)} {unit}".rstrip() if isinstance(number, int | float) else ""
-
-
-def _size(nbytes: object) -> str:
-    return size(nbytes) if isinstance(nbytes, int) else ""
 
 
 def _charts(title: str, *charts: Html) -> Html:
