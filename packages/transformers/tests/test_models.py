@@ -93,6 +93,18 @@ def test_operations_are_counted_without_the_input_embedding() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     expected = 6 * (num_parameters - 300 * 16) + 12 * 16 * 2 * 64
     assert flops_per_token(model, model.config, 64) == expected  # type: ignore[arg-type]
+    head = 300 * 16
+    frozen = flops_per_token(model, model.config, 64, lambda name: name == "lm_head.weight")  # type: ignore[arg-type]
+    assert frozen == expected - 2 * (num_parameters - 2 * head)
+
+
+def test_of_stacked_experts_the_operations_of_a_tokens_own_are_counted() -> None:
+    def operations(num_experts: int) -> float:
+        model = make_model("mixtral", num_local_experts=num_experts, num_experts_per_tok=2)
+        return flops_per_token(model, model.config, 64)  # type: ignore[arg-type]
+
+    router_row = 6 * 16 * 2  # of each further expert, in two layers
+    assert operations(16) == operations(2) + 14 * router_row
 
 
 def test_the_number_of_positions_follows_the_config_and_its_rope_factor() -> None:

@@ -12,7 +12,7 @@ from lamella._model.lora import RunAdapters, add_adapters
 from lamella._model.matrices import matrices_for
 from lamella._model.sharding import shard
 from lamella._model.spec import load_spec
-from lamella._model.trained_parameters import narrow_frozen
+from lamella._model.trained_parameters import is_trained, narrow_frozen, trained_patterns
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
@@ -106,8 +106,9 @@ def build(config: Config, folder: Path, device: torch.device, weights_dtype: tor
     spec = load_spec(str(folder))
     set_attention(spec, config.model.attention)
     module = build_without_parameters(spec, device)
-    flops = flops_per_token(module, spec, config.data.sequence_length)
     adapters = add_adapters(module, config.model, config.run.seed)
+    patterns = trained_patterns(config)
+    flops = flops_per_token(module, spec, config.data.sequence_length, lambda name: is_trained(name, patterns))
     replacements = use_kernels(module, config.model.kernels)
     matrices = matrices_for(config.optim, module)
     narrow_frozen(module, config, weights_dtype)
