@@ -103,15 +103,22 @@ def test_for_live_receives_the_live_names_and_gives_extra_and_stripped_keys() ->
     class Foreign(MemorySource):
         def for_live(self, names: LiveNames) -> Opened:
             live_names.append(names)
-            options = {f"optimizer.param_groups.{name}.lr": 0.5 for name in names.optimizer}
+            options = {f"optimizer.param_groups.{name}.lr": 0.5 for name in names.model}
             source = MemorySource(source_of(saved).full_tensors, options)
             return Opened(source=source, extra={"epoch": 3}, stripped=("outer",))
 
     loaded = load(Foreign({}), model=live, optimizer=optimizer, strict=False)
     assert [set(names.model) for names in live_names] == [{"weight", "bias"}]
-    assert [tuple(names.optimizer) for names in live_names] == [("weight", "bias")]
     assert loaded.extra == {"epoch": 3} and loaded.stripped == ("outer",)
     assert optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(live.weight, saved.weight)
+
+
+@pytest.mark.parametrize("sizes", [2, [1, -1], [None], "12"])
+def test_sizes_of_groups_that_are_no_sizes_are_damage(sizes: object) -> None:
+    live = nn.Linear(2, 3)
+    source = MemorySource(source_of(live).full_tensors, {"optimizer.group_sizes": sizes})
+    with pytest.raises(CheckpointDamaged, match="expected the sizes of an optimizer's groups, got"):
+        load(source, model=live, optimizer=torch.optim.SGD(live.parameters()))
 
 
 @pytest.mark.parametrize("options", [{"trust": True}, {"verify": False}])

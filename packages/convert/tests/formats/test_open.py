@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,73 @@ def test_an_optimizer_of_another_number_of_parameters_is_not_taken_by_its_order(
     path = torch_save({"model": model.state_dict(), "optimizer": fewer.state_dict()}, tmp_path / "a.pt")
     with pytest.raises(CheckpointMismatch, match="optimizer.param_groups.embed.weight: absent"):
         load(open_checkpoint(path), model=model, optimizer=optimizer)
+
+
+def in_groups(model: nn.Module, *sizes: int) -> torch.optim.Optimizer:
+    """An optimizer over the model's parameters from the last to the first, in groups of some sizes."""
+    params = iter(reversed([*model.parameters()]))
+    return torch.optim.AdamW([{"params": list(islice(params, size))} for size in sizes])
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The entries of a checkpoint after a step, in which each parameter has another gradient."""
+    for number, param in enumerate(model.parameters(), start=1):
+        param.grad = torch.full_like(param, float(number))
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def converted(entries: dict[str, Any], path: Path) -> Path:
+    torch.save(entries, path.with_name("source.pt"))
+    convert(path.with_name("source.pt"), path, to="dcp")
+    return path
+
+
+def converted_to_torch(entries: dict[str, Any], path: Path) -> Path:
+    convert(converted(entries, path.with_name("dcp")), path, to="torch")
+    return path
+
+
+@pytest.mark.parametrize("write", [dcp_save, torch_save, converted, converted_to_torch])
+@pytest.mark.parametrize("sizes", [(3, 3), (6,), (2, 3)])
+def test_numbers_of_groups_of_other_sizes_are_no_parameters(
+    tmp_path: Path, write: Write, sizes: tuple[int, ...]
+) -> None:
+    """torch refuses them: "loaded state dict has a different number of parameter groups", or another size of one."""
+    model = nn.ParameterList(torch.zeros(2) for _ in range(6))  # Whose names are numbers, too.
+    entries = stepped(model, in_groups(model, 2, 4))
+    path = write(entries, tmp_path / "a.pt")
+    live = nn.ParameterList(torch.zeros(2) for _ in range(6))
+    optimizer = in_groups(live, *sizes)
+    message = rf"groups of \[2, 4\] numbered parameters in the checkpoint, groups of \[{sizes[0]}.* here"
+    with pytest.raises(CheckpointMismatch, match=rf"(?s){message}.*an optimizer with the saved run's groups"):
+        load(open_checkpoint(path), model=live, optimizer=optimizer)
+    differences = load(open_checkpoint(path), model=live, optimizer=optimizer, strict=False).left
+    assert not optimizer.state and "optimizer.param_groups" in [name for name, _, _ in differences.shapes]
+    of_saved_sizes = in_groups(live, 2, 4)
+    load(open_checkpoint(path), model=live, optimizer=of_saved_sizes)
+    moments = [of_saved_sizes.state[param]["exp_avg"][0].item() for param in live]
+    assert moments == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+
+
+def test_groups_with_equal_options_stay_apart_in_a_torch_file(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    path = converted_to_torch(stepped(model, in_groups(model, 1, 2, 1)), tmp_path / "a.pt")
+    in_groups(model, 1, 2, 1).load_state_dict(torch.load(path, weights_only=True)["optimizer"])
+
+
+@pytest.mark.parametrize("write", [torch_save, converted])
+def test_state_of_another_parameters_shape_is_a_difference(tmp_path: Path, write: Write) -> None:
+    def optimizer_of(*params: torch.Tensor) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [param]} for param in params])
+
+    model, live = nn.Linear(2, 3), nn.Linear(2, 3)
+    path = write(stepped(model, optimizer_of(model.weight, model.bias)), tmp_path / "a.pt")
+    optimizer = optimizer_of(live.bias, live.weight)
+    with pytest.raises(CheckpointMismatch, match=r"bias.exp_avg: \(3, 2\) in the checkpoint, \(3,\) here"):
+        load(open_checkpoint(path), model=live, optimizer=optimizer)
+    differences = load(open_checkpoint(path), model=live, optimizer=optimizer, strict=False).left
+    assert not optimizer.state and len(differences.shapes) == 4
 
 
 def test_a_name_that_is_the_models_is_not_taken_for_a_prefix(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ from lamella_files._base.findings import OnProgress as OnProgress
 from lamella_files._base.findings import Problem as Problem
 from lamella_files._base.findings import Verification as Verification
 from lamella_files._base.findings import verification as verification
+from lamella_files._base.names import GROUP_SIZES as GROUP_SIZES
 from lamella_files._base.names import MODEL as MODEL
 from lamella_files._base.names import OPTIONS as OPTIONS
 from lamella_files._base.names import STATE as STATE
@@ -105,6 +106,7 @@ from lamella_files._sources.source import Source as Source
 from lamella_files._sources.source import TensorInfo as TensorInfo
 from lamella_files._sources.source import Translate as Translate
 from lamella_files._sources.source import Wanted as Wanted
+from lamella_files._sources.source import group_sizes as group_sizes
 from lamella_files._sources.stream import BUFFER_NBYTES as BUFFER_NBYTES
 from lamella_files._sources.stream import FilledBox as FilledBox
 from lamella_files._sources.stream import OnBytes as OnBytes

@@ -10,17 +10,28 @@ Note [Locating sections]
 Note [Optimizers by group]
     An optimizer's own state dict numbers parameters and keeps options by group; torch's `get_state_dict` names the
     parameters and keeps groups. Both become options by parameter. A numbered parameter gets the name from
-    the group's `param_names`, or the name at the same position in the live optimizer: groups in order.
+    the group's `param_names`, or keeps the number: a place among the groups, whose sizes `GROUP_SIZES` keeps.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard, cast
 
 import torch
 
-from lamella_files import CheckpointDamaged, Source, Wanted, WithObjects, in_model, rename, short, whole_box
+from lamella_files import (
+    GROUP_SIZES,
+    OPTIONS,
+    CheckpointDamaged,
+    Source,
+    Wanted,
+    WithObjects,
+    in_model,
+    rename,
+    short,
+    whole_box,
+)
 
 Keys = tuple[str | int, ...]
 
@@ -40,10 +51,9 @@ class Native:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveNames:
-    """The names of a live model and its optimizer to look for; the optimizer's in the optimizer's order."""
+    """The names of a live model to look for."""
 
     model: Collection[str]
-    optimizer: Sequence[str] = ()
 
 
 def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None = None) -> Native:
@@ -80,7 +90,7 @@ def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None 
         for name, suffix in rest_of.items()
         if sections.optimizer is not None and suffix[0] == sections.optimizer
     }
-    optimizer_names, options = _optimizer(source, optimizer, prefix, live)
+    optimizer_names, options = _optimizer(source, optimizer, prefix)
     dropped = set(optimizer) - set(optimizer_names)
     names |= {name: f"optimizer.{inner}" for name, inner in optimizer_names.items()}
     if not (options or dropped) and all(name == new for name, new in names.items()):
@@ -154,16 +164,14 @@ def _shared_prefix(names: Sequence[str], live: LiveNames | None) -> str:
     return prefix
 
 
-def _optimizer(
-    source: Source, entries: Mapping[str, str], prefix: str, live: LiveNames | None
-) -> tuple[dict[str, str], dict[str, object]]:
-    """The optimizer's native names by stored names, and the options of an optimizer with groups."""
+def _optimizer(source: Source, entries: Mapping[str, str], prefix: str) -> tuple[dict[str, str], dict[str, object]]:
+    """The optimizer's native names by stored names, and the options of an optimizer with groups, with their sizes."""
 
     def parameter_name(name: str) -> str:
         return _unwrapped(name).removeprefix(prefix)
 
     groups = _groups(source, entries)
-    counted = _counted(groups, live)
+    counted = dict(_counted(groups))
     names: dict[str, str] = {}
     for name, entry in entries.items():
         section, _, suffix = entry.partition(".")
@@ -173,12 +181,14 @@ def _optimizer(
         elif suffix and not (groups and section == "param_groups"):
             names[name] = f"{section}.{parameter_name(suffix)}"
     options = {
-        f"optimizer.param_groups.{parameter_name(counted.get(str(param), str(param)))}.{option}": value
+        f"{OPTIONS}{parameter_name(counted.get(str(param), str(param)))}.{option}": value
         for group in groups
         for param in group["params"]
         for option, value in group.items()
         if option not in ("params", "param_names")
     }
+    if any(isinstance(param, int) and str(param) not in counted for group in groups for param in group["params"]):
+        options[GROUP_SIZES] = [len(group["params"]) for group in groups]
     return names, options
 
 
@@ -210,20 +220,12 @@ def _are_keys(value: object) -> TypeGuard[list[int | str]]:
     return isinstance(value, list) and all(isinstance(key, int | str) for key in value)
 
 
-def _counted(groups: Sequence[Mapping[str, Any]], live: LiveNames | None) -> dict[str, str]:
-    """The names of numbered parameters, by number."""
-    names: dict[str, str] = {}
-    position = 0
-    num_params = sum(len(group["params"]) for group in groups)
-    by_place = live.optimizer if live is not None and len(live.optimizer) == num_params else ()
+def _counted(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The numbers of numbered parameters, with their names in the groups' `param_names`."""
     for group in groups:
-        for index, param in enumerate(group["params"]):
-            if isinstance(param, int) and "param_names" in group:
-                names[str(param)] = group["param_names"][index]
-            elif isinstance(param, int) and by_place:
-                names[str(param)] = by_place[position]
-            position += 1
-    return names
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            if isinstance(param, int):
+                yield str(param), name
 
 
 def _value(source: Source, name: str) -> Any:

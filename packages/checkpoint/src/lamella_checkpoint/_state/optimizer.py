@@ -51,6 +51,11 @@ class LiveOptimizer:
             for name, param in named.items():
                 yield name, param, group
 
+    @property
+    def group_sizes(self) -> list[int]:
+        """The numbers of parameters of the groups."""
+        return [len(named) for named in self.groups]
+
     def slots(self, param: torch.Tensor) -> dict[str, Any]:
         """A parameter's state; empty before the first step."""
         return cast(dict[str, Any], self.optimizer.state.get(param, {}))  # Indexing a defaultdict would create state.
@@ -77,11 +82,23 @@ class LiveOptimizer:
 
 
 class ClassSlots(NamedTuple):
-    """The slots of a stepped parameter by an optimizer's class: always there, and there by options or by shape."""
+    """The slots of a stepped parameter by an optimizer's class: always there, and there by options or by shape.
+
+    `is_torchs` tells that the class is one of torch's, whose slots have known shapes.
+    """
 
     always: tuple[str, ...]
     by_options: tuple[str, ...] = ()
+    is_torchs: bool = True
 
+    @property
+    def elementwise(self) -> frozenset[str]:
+        """The slots that surely have the parameter's shape."""
+        return frozenset((*self.always, *self.by_options) if self.is_torchs else ()) - _OF_OTHER_SHAPES
+
+
+# Slots of torch's optimizers with one number for a parameter, or with one for a row or a column.
+_OF_OTHER_SHAPES: Final = frozenset({"step", "eta", "mu", "mu_product", "row_var", "col_var"})
 
 # A step would tell the slots too, but may communicate, and changes what hooks have counted.
 _CLASS_SLOTS: Final[Mapping[type[optim.Optimizer], ClassSlots]] = {
@@ -114,7 +131,7 @@ def class_slots(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> ClassSl
     for part in parts if isinstance(parts, list | tuple) else ():
         if isinstance(part, optim.Optimizer) and any(group is part_group for part_group in part.param_groups):
             declared = getattr(part, "state_slots", None)
-            return _CLASS_SLOTS.get(type(part)) if declared is None else ClassSlots(declared)
+            return _CLASS_SLOTS.get(type(part)) if declared is None else ClassSlots(declared, is_torchs=False)
     return _CLASS_SLOTS.get(type(optimizer))
 
 

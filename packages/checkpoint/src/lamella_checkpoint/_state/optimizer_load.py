@@ -9,7 +9,19 @@ from torch.distributed.tensor import DTensor
 
 from lamella_checkpoint._base.live_boxes import boxes_beside, is_placed_by, local_boxes
 from lamella_checkpoint._state.optimizer import LiveOptimizer, class_slots, options
-from lamella_files import NameDifference, OptionConflict, Source, TensorInfo, Wanted, is_of_model, own_name, whole_box
+from lamella_files import (
+    OPTIONS,
+    STATE,
+    NameDifference,
+    OptionConflict,
+    Source,
+    TensorInfo,
+    Wanted,
+    group_sizes,
+    short,
+    split_section,
+    whole_box,
+)
 
 # Options that select a step's implementation, not its result: kept from the live run, for this machine.
 _LIVE_OPTIONS: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -27,6 +39,11 @@ class _NoValue:
 
 _NO_VALUE: Final = _NoValue()
 
+_WAY_OUT_OF_NUMBERS: Final = (
+    "The checkpoint numbers the optimizer's parameters, through its groups: load it into an optimizer with the saved "
+    "run's groups. A `save` from there, or one of `optimizer.state_dict()` with `param_names`, keeps names."
+)
+
 ByParam = Mapping[str, Mapping[str, str]]
 """Full names in a checkpoint by slot (or by option), by the live parameter's name."""
 
@@ -35,10 +52,10 @@ ByParam = Mapping[str, Mapping[str, str]]
 class OptimizerLoad:
     """A checkpoint's values for a live optimizer's parameters, found by name.
 
-    `strangers` are parameters of the checkpoint's optimizer alone. `values` holds the options, read. `param_dtypes` are
-    the dtypes of the checkpoint's parameters, by the live name. `local_slots` are slots kept by the saved optimizer as
+    `strangers` are parameters of the checkpoint's optimizer alone. `values` holds the options, read. `params` are
+    the checkpoint's parameters, by the live name. `local_slots` are slots kept by the saved optimizer as
     plain tensors of a rank's elements. `is_kind_known` tells that the checkpoint names the saved optimizer's class:
-    slots beyond the class's are then a user's own.
+    slots beyond the class's are then a user's own. `group_sizes` are those of a checkpoint that numbers parameters.
     """
 
     live: LiveOptimizer
@@ -47,9 +64,10 @@ class OptimizerLoad:
     options: ByParam
     strangers: tuple[str, ...]
     values: Mapping[str, Any]
-    param_dtypes: Mapping[str, torch.dtype]
+    params: Mapping[str, TensorInfo]
     local_slots: Container[str] = ()
     is_kind_known: bool = False
+    group_sizes: Sequence[int] | None = None
 
     @classmethod
     def find(
@@ -63,48 +81,65 @@ class OptimizerLoad:
     ) -> "OptimizerLoad":
         """Find the parameters of `live` in a checkpoint, by any of their `names`.
 
-        Names in the checkpoint are native names; or numbers, of parameters in the optimizer's order, as a converted
-        checkpoint keeps them of an optimizer that only counted.
+        Names in the checkpoint are native names; or numbers, of parameters in the order of the groups, where the
+        checkpoint keeps the groups' sizes. Numbers of groups of other sizes are nobody's.
+
+        Raises:
+            CheckpointDamaged: The condition of `group_sizes`.
 
         Effects: reads the options from the checkpoint's files; no collective.
         """
-        firsts = {name: first for first, _, _ in live.params() for name in names[first]}
-        names_by_section: dict[str, dict[str, dict[str, str]]] = {"state": {}, "param_groups": {}}
+        sizes = group_sizes(source)
+        if sizes is None:
+            firsts = {name: first for first, _, _ in live.params() for name in names[first]}
+        elif sizes == live.group_sizes:
+            firsts = {str(number): first for number, (first, _, _) in enumerate(live.params())}
+        else:
+            firsts = {}
+        names_by_section: dict[str, dict[str, dict[str, str]]] = {STATE: {}, OPTIONS: {}}
         strangers: dict[str, str] = {}
-        entries = [(*_section_of(full), full) for full in (*source.tensors, *source.objects)]
-        entries = [entry for entry in entries if entry[0] in names_by_section]
-        firsts = _numbered(source, [suffix for _, suffix, _ in entries], live, firsts) or firsts
-        for section, suffix, full in entries:
+        for full in (*source.tensors, *source.objects):
+            section, suffix = split_section(full)
+            if section not in names_by_section:
+                continue
             name, tail = _split(suffix, firsts)
             if name is None:
-                strangers.setdefault(tail, f"optimizer.{section}.{tail}")
+                strangers.setdefault(tail, f"{section}{tail}")
             else:
                 names_by_section[section].setdefault(name, {}).setdefault(tail, full)
-        option_names = [
-            full for param_options in names_by_section["param_groups"].values() for full in param_options.values()
-        ]
+        option_names = [full for param_options in names_by_section[OPTIONS].values() for full in param_options.values()]
         return cls(
             live=live,
             source=source,
-            slots=names_by_section["state"] if is_kind_known else _without_steps_alone(names_by_section["state"], live),
-            options=names_by_section["param_groups"],
+            slots=names_by_section[STATE] if is_kind_known else _without_steps_alone(names_by_section[STATE], live),
+            options=names_by_section[OPTIONS],
             strangers=tuple(strangers.values()),
             values=_read_options(source, option_names),
-            param_dtypes={
-                name: source.tensors[full].dtype
+            params={
+                name: source.tensors[full]
                 for name, _, _ in live.params()
                 for full in (f"model.{alias}" for alias in names[name])
                 if full in source.tensors
             },
             local_slots=local_slots,
             is_kind_known=is_kind_known,
+            group_sizes=sizes,
         )
+
+    @property
+    def way_out(self) -> str:
+        """A sentence for the error if the checkpoint's numbers are of other groups than the live optimizer's."""
+        return "" if self.group_sizes in (None, self.live.group_sizes) else _WAY_OUT_OF_NUMBERS
 
     def differences(self) -> Iterator[NameDifference]:
         """Parameters missing on one side, live slots missing in the checkpoint, and slots of another optimizer class.
 
+        Further, groups of other sizes in a checkpoint that numbers parameters, and slots of another parameter's shape.
         A parameter with options and without state had not been stepped: nothing is missing.
         """
+        if self.way_out:
+            sizes = f"groups of {short(self.group_sizes)} numbered parameters"
+            yield NameDifference("optimizer.param_groups", sizes, f"groups of {short(self.live.group_sizes)}")
         for name, param, group in self.live.params():
             if not self._knows(name) and options(group):
                 yield NameDifference(f"optimizer.param_groups.{name}", None, str(tuple(param.shape)))
@@ -114,6 +149,8 @@ class OptimizerLoad:
                     yield NameDifference(f"optimizer.state.{name}.{slot}", None, "a slot")
             for slot in foreign:
                 yield NameDifference(f"optimizer.state.{name}.{slot}", "a slot", None)
+            for slot, info in self._slots_of_other_shapes(name, param, group):
+                yield NameDifference(f"optimizer.state.{name}.{slot}", str(info.shape), str(tuple(param.shape)))
         for stranger in self.strangers:
             yield NameDifference(stranger, "a parameter", None)
 
@@ -192,14 +229,15 @@ class OptimizerLoad:
     def without(self, names: frozenset[str]) -> "OptimizerLoad":
         """This load without some parameters, and without slots of another optimizer class.
 
-        Nor does it have parameters whose stored state the live optimizer's class could not step with. The live state of
-        all these parameters stays.
+        Nor does it have parameters whose stored state the live optimizer's class could not step with, or is another
+        parameter's by its shape. The live state of all these parameters stays.
         """
         fitting = {name: self.slots[name] for name in self.slots if name not in names}
         dropped = set(names)
         for name, param, group in self.live.params():
             missing, foreign = self._differing_slots(name, param, group)
-            if missing or (foreign and len(foreign) == len(self.slots[name])):
+            has_other_shapes = any(self._slots_of_other_shapes(name, param, group))
+            if missing or has_other_shapes or (foreign and len(foreign) == len(self.slots[name])):
                 fitting.pop(name, None)
                 dropped.add(name)
             elif foreign and name in fitting:
@@ -221,6 +259,21 @@ class OptimizerLoad:
         }
         missing = [slot for slot in expected.always if slot not in stored]
         return missing, [slot for slot in stored if slot not in known_slots]
+
+    def _slots_of_other_shapes(
+        self, name: str, param: torch.Tensor, group: Mapping[str, Any]
+    ) -> Iterator[tuple[str, TensorInfo]]:
+        """Stored slots that hold a number for each element of a parameter, and not of this one.
+
+        A parameter of another shape in the checkpoint is a difference itself, and its slots are no more.
+        """
+        expected, shape = class_slots(self.live.optimizer, group), tuple(param.shape)
+        if expected is None or (name in self.params and self.params[name].shape != shape):
+            return
+        for slot, full in self.slots.get(name, {}).items():
+            info = self.source.tensors.get(full)
+            if slot in expected.elementwise and info is not None and info.shape != shape:
+                yield slot, info
 
     def _stored_option(self, name: str, option: str) -> object:
         full = self.options[name].get(option)
@@ -261,10 +314,11 @@ class OptimizerLoad:
     def _dtype(self, name: str, param: torch.Tensor, stored: TensorInfo, live: object) -> torch.dtype:
         """The dtype of a slot to come, as `targets` describes."""
         dtype = stored.dtype
+        is_of_params_dtype = name in self.params and stored.dtype == self.params[name].dtype
         if isinstance(live, torch.Tensor):
             dtype = live.dtype
         # A number beside a matrix (NAdam's `mu_product`) has a dtype of its own.
-        elif stored.dtype == self.param_dtypes.get(name) and len(stored.shape) >= min(param.ndim, 1):
+        elif is_of_params_dtype and len(stored.shape) >= min(param.ndim, 1):
             dtype = param.dtype
         # Integers and float8 are codes, which a cast does not decode.
         return dtype if _holds_values(stored.dtype) and _holds_values(dtype) else stored.dtype
@@ -290,25 +344,6 @@ def _read_options(source: Source, names: Iterable[str]) -> dict[str, Any]:
             values[name] = torch.empty(info.shape, dtype=info.dtype)
             source.read([Wanted(name, whole_box(info.shape), values[name])])
     return values
-
-
-def _section_of(full: str) -> tuple[str, str]:
-    """The section of an optimizer's value, and the name inside; no section for another value."""
-    top, _, entry = full.partition(".")
-    section, _, suffix = entry.partition(".")
-    return (section, suffix) if top == "optimizer" else ("", full)
-
-
-def _numbered(
-    source: Source, suffixes: Sequence[str], live: LiveOptimizer, firsts: Mapping[str, str]
-) -> dict[str, str]:
-    """Live names by number, for an optimizer of as many parameters that were only counted; else empty."""
-    names = {str(number): name for number, (name, _, _) in enumerate(live.params())}
-    if {suffix.partition(".")[0] for suffix in suffixes} != names.keys():
-        return {}
-    # A module's name may be a number too, here or in the checkpoint: `0.weight` of an `nn.Sequential`.
-    known = {**{name: name for name in map(own_name, filter(is_of_model, source.tensors))}, **firsts}
-    return {} if any(_split(suffix, known)[0] is not None for suffix in suffixes) else names
 
 
 def _split(suffix: str, firsts: Mapping[str, str]) -> tuple[str | None, str]:

@@ -278,8 +278,7 @@ class _Live(NamedTuple):
 
     @property
     def names(self) -> LiveNames:
-        optimized_names = () if self.optimizer is None else tuple(name for name, _, _ in self.optimizer.params())
-        return LiveNames(model={*self.model.tensors, *self.model.aliases}, optimizer=optimized_names)
+        return LiveNames(model={*self.model.tensors, *self.model.aliases})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +330,7 @@ def _plan(opened: Opened, live: _Live, request: _LoadRequest) -> _LoadPlan:
     targets, names = match_model(source, live.model)
     unfit = frozenset(difference.name.removeprefix("model.") for difference in names)
     load: OptimizerLoad | None = None
+    way_out = opened.way_out
     conflicts: tuple[OptionConflict, ...] = ()
     kinds: tuple[str, str] | None = None
     if live.optimizer is not None:
@@ -340,6 +340,7 @@ def _plan(opened: Opened, live: _Live, request: _LoadRequest) -> _LoadPlan:
             source, live.optimizer, live.model.all_names(), local_slots, is_kind_known=is_kind_known
         )
         names += optimizer_load.differences()
+        way_out = optimizer_load.way_out or way_out
         conflicts = tuple(optimizer_load.conflicts())
         kinds = _different_kinds(opened.manifest, live.optimizer.optimizer)
         load = None if kinds else optimizer_load.without(unfit)
@@ -348,7 +349,7 @@ def _plan(opened: Opened, live: _Live, request: _LoadRequest) -> _LoadPlan:
         tied = tied_differences(source, live.model, targets)
         differences = replace(differences, names=(*differences.names, *tied))
     if request.strict and differences:
-        raise CheckpointMismatch(str(opened.path), differences, opened.way_out)
+        raise CheckpointMismatch(str(opened.path), differences, way_out)
     return _LoadPlan(
         source=source,
         live=live.model,

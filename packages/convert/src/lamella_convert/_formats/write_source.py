@@ -5,9 +5,11 @@ disk. `dtypes` selects the tensors to write, with order and dtypes.
 """
 
 import pickle
+from bisect import bisect_right
 from collections.abc import Container, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import torch
 
@@ -21,7 +23,16 @@ from lamella_convert._formats.safetensors_write import (
     write_index,
 )
 from lamella_convert._formats.torch_archive import BlankTensor, TorchArchive
-from lamella_files import Source, WriteOptions, is_of_model, objects_once, own_name, stream
+from lamella_files import (
+    GROUP_SIZES,
+    Source,
+    WriteOptions,
+    group_sizes,
+    is_of_model,
+    objects_once,
+    own_name,
+    stream,
+)
 
 _NO_ALIASES: Final[Mapping[str, str]] = {}
 _DEFAULTS: Final = WriteOptions()
@@ -88,7 +99,7 @@ def write_torch(
 
     Native names become nested dicts, as in `torch.distributed.checkpoint.state_dict`: `{"model": {name: tensor},
     "optimizer": {"state": {name: {slot: tensor}}, "param_groups": [{"params": [name, ...], option: value}]}}`. A group
-    has the parameters with equal options. Numbers of an optimizer that only counted its parameters stay numbers. A
+    has the parameters with equal options; an optimizer that only counted its parameters keeps numbers and groups. A
     model alone is its state dict. Tied tensors share their memory.
 
     Args:
@@ -106,20 +117,20 @@ def write_torch(
     """
     blanks = {name: BlankTensor(source.tensors[name].shape, dtype) for name, dtype in dtypes.items()}
     ties = {alias: blanks[name] for alias, name in aliases.items() if name in blanks}
-    objects = {name: value for names, value in objects_once(source) for name in names}
-    with TorchArchive(file, _nested({**blanks, **ties, **objects})) as archive:
+    objects = {name: value for names, value in objects_once(source) for name in names if name != GROUP_SIZES}
+    with TorchArchive(file, _nested({**blanks, **ties, **objects}, group_sizes(source))) as archive:
         for piece in stream(source, dtypes, options.buffer_nbytes):
             archive.write(blanks[piece.name], piece.chunk, piece.values)
             options.on_bytes(piece.values.nbytes)
 
 
-def _nested(values: Mapping[str, object]) -> dict[str, Any]:
-    """Values by native names, nested as torch does."""
+def _nested(values: Mapping[str, object], sizes: Sequence[int] | None) -> dict[str, Any]:
+    """Values by native names, nested as torch does; with numbers for parameters in groups of some sizes."""
     if all(map(is_of_model, values)):
         return {own_name(name): value for name, value in values.items()}
     nested: dict[str, Any] = {}
     options: dict[str | int, dict[str, object]] = {}
-    params = {own_name(name) for name in values if is_of_model(name)}
+    params = {own_name(name) for name in values if is_of_model(name)} if sizes is None else None
     for name, value in values.items():
         section, _, suffix = name.partition(".")
         kind, _, entry = suffix.partition(".")
@@ -135,30 +146,34 @@ def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     if options:
         optimizer = nested.setdefault("optimizer", {})
         optimizer.setdefault("state", {})  # Before a first step too: torch asks for the key.
-        optimizer["param_groups"] = _groups(options)
+        optimizer["param_groups"] = _groups(options, sizes or ())
     return nested
 
 
-def _owner(entry: str, params: Container[str]) -> tuple[str | int, str]:
-    """`<parameter>.<slot>` as the parameter, by name or number, and the slot; a slot's name may have dots."""
+def _owner(entry: str, params: Container[str] | None) -> tuple[str | int, str]:
+    """`<parameter>.<slot>` as the parameter, by name or number, and the slot; a slot's name may have dots.
+
+    Args:
+        entry: The name of a slot or an option.
+        params: The names of parameters; None where parameters have numbers.
+    """
+    if params is None:
+        number, _, slot = entry.partition(".")
+        return int(number) if number.isdecimal() else number, slot
     ends = (position for position, character in enumerate(entry) if character == ".")
     end = next((end for end in ends if entry[:end] in params), None)
-    owner, slot = (entry[:end], entry[end + 1 :]) if end is not None else (*entry.rpartition(".")[::2],)
-    return int(owner) if owner.isdecimal() and owner not in params else owner, slot
+    return (entry[:end], entry[end + 1 :]) if end is not None else (*entry.rpartition(".")[::2],)
 
 
-def _groups(options: Mapping[str | int, Mapping[str, object]]) -> list[dict[str, object]]:
-    """Groups of parameters with equal options; of neighbours alone where parameters have numbers, which are places."""
+def _groups(options: Mapping[str | int, Mapping[str, object]], sizes: Sequence[int]) -> list[dict[str, object]]:
+    """Groups of parameters with equal options; of the given sizes where parameters have numbers, which are places."""
+    ends = [*accumulate(sizes)]
     groups: dict[tuple[bytes, int], dict[str, Any]] = {}
-    run, previous = 0, b""
-    for param in [*sorted(filter(_is_number, options)), *(param for param in options if not _is_number(param))]:
+    names = [param for param in options if isinstance(param, str)]
+    params: list[str | int] = [*sorted(param for param in options if isinstance(param, int)), *names]
+    for param in params:
+        place = bisect_right(ends, param) if isinstance(param, int) else -1
         key = pickle.dumps(sorted(options[param].items()))
-        run += _is_number(param) and key != previous
-        previous = key
-        group = groups.setdefault((key, run), {"params": [], **options[param]})
+        group = groups.setdefault((key, place), {"params": [], **options[param]})
         group["params"].append(param)
     return list(groups.values())
-
-
-def _is_number(param: str | int) -> TypeGuard[int]:
-    return isinstance(param, int)

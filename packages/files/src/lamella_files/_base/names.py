@@ -6,6 +6,8 @@ from typing import Final
 MODEL: Final = "model."
 STATE: Final = "optimizer.state."
 OPTIONS: Final = "optimizer.param_groups."
+GROUP_SIZES: Final = "optimizer.group_sizes"
+"""The object of an optimizer with numbers for names: the number of parameters of each group, in the groups' order."""
 
 
 def in_model(name: str) -> str:

@@ -13,6 +13,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from lamella_files._base.errors import CheckpointDamaged
+from lamella_files._base.names import GROUP_SIZES
+from lamella_files._base.text import short
 from lamella_layout import Chunk
 
 
@@ -70,6 +73,22 @@ class Source(Protocol):
         Raises:
             CheckpointDamaged: The conditions of `read`; or the value is of a forbidden type, which the error names.
         """
+
+
+def group_sizes(source: Source) -> list[int] | None:
+    """The numbers of parameters of an optimizer's groups; None for an optimizer with names, or without groups.
+
+    A parameter's number is a place among the groups, and means another parameter in groups of other sizes.
+
+    Raises:
+        CheckpointDamaged: The object under `GROUP_SIZES` is no list of sizes.
+    """
+    if GROUP_SIZES not in source.objects:
+        return None
+    sizes = source.read_object(GROUP_SIZES)
+    if isinstance(sizes, list) and all(isinstance(size, int) and size >= 0 for size in sizes):
+        return sizes
+    raise CheckpointDamaged(str(source.path), f"expected the sizes of an optimizer's groups, got {short(sizes)}")
 
 
 Translate = Callable[[Source], Source]
