@@ -21,7 +21,7 @@ from lamella_checkpoint._formats import dcp_read as _dcp_read
 from lamella_checkpoint._formats import dcp_write as _dcp_write
 from lamella_checkpoint._state.contents import StateContents
 from lamella_checkpoint._training import save as _save
-from lamella_files import read_tensors
+from lamella_files import read_tensors, recover
 from lamella_files._base import directories as _directories
 from lamella_testing import RankFailure, run_ranks
 from lamella_testing.tiny import Kit
@@ -83,6 +83,28 @@ def test_a_killed_save_leaves_the_last_checkpoint_and_the_next_save_cleans_up(
     save(path, model=filled(3.0))
     assert value_at(path) == 3.0
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_save_whose_files_another_save_removed_names_the_path_and_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    owner, name, is_after = MOMENTS[moment]
+    save(tmp_path / "a", model=filled(1.0))
+    original = getattr(owner, name)
+
+    def lose_files(*args: object, **kwargs: object) -> object:
+        if not is_after:
+            recover(tmp_path / "a")
+        result = original(*args, **kwargs)
+        if is_after:
+            recover(tmp_path / "a")
+        return result
+
+    monkeypatch.setattr(owner, name, lose_files)
+    with pytest.raises(FileNotFoundError, match=f"Expected one save at a time to a path, .*: '{tmp_path / 'a'}'"):
+        save(tmp_path / "a", model=filled(2.0))
+    assert value_at(tmp_path / "a") == 1.0 and [*tmp_path.iterdir()] == [tmp_path / "a"]
 
 
 def test_a_first_save_that_is_killed_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def serve(connection: Connection, memory: Memory) -> None:
 def run(job: Job, memory: Memory, is_orphan: Callable[[], bool]) -> Failures:
     """Write this rank's part; on rank 0, complete and publish the checkpoint."""
     try:
-        with naming_target(job.target):
+        with naming_target(job.staged, job.target):
             _write_part(job, memory)
             if job.rank == 0:
                 _publish_when_whole(job, _Waiting(is_orphan))

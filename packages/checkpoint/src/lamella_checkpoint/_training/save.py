@@ -53,6 +53,7 @@ def save(
     Raises:
         CheckpointFailed: Another rank failed. A failed rank raises its own error.
         FileExistsError: `path` holds something else than a checkpoint.
+        FileNotFoundError: Another save to `path` began meanwhile, and removed this one's files.
         NotImplementedError: The optimizer keeps state that is neither a tensor nor plain data (LBFGS does); or a tensor
             is sparse, or of a class that no load would read (quantised weights, 8-bit optimizer state).
         TypeError: A value of `extra` would not come back; the error names its key.
@@ -131,11 +132,11 @@ def save_part(path: str | os.PathLike[str], collect: Callable[[], SavePart]) -> 
 
     def write() -> list[Placed]:
         items, form = part.share.items(apart), part.form
-        with naming_target(target):
+        with naming_target(staged, target):
             return write_items(staged, rank(), items, archive_checksums=form.archive_checksums)
 
     def finish(placed: Sequence[Sequence[Placed]]) -> list[None]:
-        with naming_target(target):
+        with naming_target(staged, target):
             part.form.complete(staged, placed, save_id_of(staged))
             publish(staged, target)
         return [None] * num_ranks()

@@ -284,7 +284,7 @@ def _appearing(target: Path, *, is_file: bool, check: Callable[[Path], None]) ->
     """A staging directory. After the block, the directory becomes `target`; or the file of the target's name in it."""
     staged = stage(target, check=check)
     try:
-        with naming_target(target):
+        with naming_target(staged, target):
             yield staged
             if not is_file:
                 publish(staged, target)

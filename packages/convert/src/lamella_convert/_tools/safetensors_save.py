@@ -100,7 +100,7 @@ def save_safetensors(
         target, staged = on_rank_zero("make the files", lambda: _make(path, files, like, plain))
 
         def write() -> None:
-            with naming_target(target):
+            with naming_target(staged, target):
                 _write(staged, files, items, scaled)
 
         try:
@@ -173,7 +173,7 @@ def _make(
     target = Path(os.path.realpath(path))
     staged = stage(target, check=check_vacant)
     try:
-        with naming_target(target):
+        with naming_target(staged, target):
             make_files(staged, files)
             if like is not None:
                 copy_side_files(Path(like), staged)
@@ -205,7 +205,7 @@ def _write(
 
 
 def _finish(staged: Path, target: Path, files: Sequence[PlannedFile]) -> list[None]:
-    with naming_target(target):
+    with naming_target(staged, target):
         write_index(staged, files)
         publish(staged, target)
     return [None] * num_ranks()

@@ -88,11 +88,17 @@ def stage(target: Path, *, check: Callable[[Path], None] | None = None) -> Path:
 
 
 @contextmanager
-def naming_target(target: Path) -> Iterator[None]:
-    """Name the target in an OSError of the system without a file: a failed write, as to a full disk, names none."""
+def naming_target(staged: Path, target: Path) -> Iterator[None]:
+    """Name the target in an OSError of the system without a file: a failed write, as to a full disk, names none.
+
+    Raises:
+        FileNotFoundError: The condition of `check_staged`, in place of the same error of a staged file.
+    """
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            check_staged(staged, target)
         if error.errno is not None and error.filename is None:  # Other errors would be printed without their text.
             error.filename = str(target)
         raise
