@@ -289,6 +289,23 @@ def test_sections_with_like_names_are_told_apart(tmp_path: Path) -> None:
         assert "model_ema.weight" in open_checkpoint(path).source.tensors
 
 
+@pytest.mark.parametrize("write", [dcp_save, torch_save])
+def test_a_configuration_under_the_key_of_a_section_is_no_section(
+    kit: Kit, tmp_path: Path, trained: Trained, write: Write
+) -> None:
+    model, optimizer = trained
+    entries = {
+        "model": {"name": "tiny", "depth": 2, "optimizer": {"lr": 1}},
+        "optimizer": {"name": "adam", "lr": 0.5},
+        "state_dict": model.state_dict(),
+        "optim": optimizer.state_dict(),
+    }
+    path = write(entries, tmp_path / "a")
+    assert_loads(kit, path, trained)
+    convert(path, tmp_path / "b", to="dcp")
+    assert_loads(kit, tmp_path / "b", trained)
+
+
 def test_translation_gives_other_names(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = dcp_save({"model": {"w": model.weight.detach(), "b": model.bias.detach()}}, tmp_path / "a")

@@ -4,7 +4,8 @@ Note [Locating sections]
     Training programs save a dict: the model's state dict under some key, the optimizer's under another, often inside a
     third (`{"app": {"model": ..., "optim": ...}}`); or a model's state dict and nothing else. The keys on the path to
     a value identify the section: sections are searched among the keys, from the outermost inwards, past keys
-    shared by all values but plain ones (`{"app": ..., "step": 3}`). Inside a section, parts of names that only wrappers
+    shared by all values but plain ones (`{"app": ..., "step": 3}`). A key without a tensor below is a section only
+    if no other key is: configurations are saved as `model` too. Inside a section, parts of names that only wrappers
     add (FSDP, DDP, torch.compile, activation checkpointing) are left out.
 
 Note [Optimizers by group]
@@ -22,6 +23,7 @@ import torch
 
 from lamella_files import (
     GROUP_SIZES,
+    MODEL,
     OPTIONS,
     CheckpointDamaged,
     Source,
@@ -67,7 +69,7 @@ def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None 
 
     Returns:
         `model.<name>`, `optimizer.state.<name>.<slot>`, `optimizer.param_groups.<name>.<option>`; other entries under
-        their own names.
+        their own names, without plain values of a dict whose key is like a section's.
 
     Raises:
         ValueError: Two names would become one.
@@ -91,8 +93,10 @@ def to_native(source: Source, paths: Mapping[str, Keys], live: LiveNames | None 
         if sections.optimizer is not None and suffix[0] == sections.optimizer
     }
     optimizer_names, options = _optimizer(source, optimizer, prefix)
-    dropped = set(optimizer) - set(optimizer_names)
     names |= {name: f"optimizer.{inner}" for name, inner in optimizer_names.items()}
+    # A configuration's names would be taken for the section's.
+    configured = {name for name in source.objects if len(all_keys[name]) > 1 and name.startswith((MODEL, "optimizer."))}
+    dropped = (configured | set(optimizer)) - set(names)
     if not (options or dropped) and all(name == new for name, new in names.items()):
         return Native(source=source, stripped=())
     renamed = rename(source, lambda name: None if name in dropped else names.get(name, name))
@@ -124,8 +128,12 @@ def _find(all_keys: Mapping[str, Keys], source: Source) -> _Sections:
     level, outer = dict(all_keys), Keys()
     while level:
         nested = dict.fromkeys(keys[0] for keys in level.values() if len(keys) > 1)
-        model = next((key for key in _MODEL_KEYS if key in nested), None)
-        optimizer = next((key for key in _OPTIMIZER_KEYS if key in nested), None)
+        with_tensors = {keys[0] for name, keys in level.items() if len(keys) > 1 and name in source.tensors}
+        # A configuration may lie under a section's key, and an optimizer without state holds no tensor.
+        model, optimizer = (
+            next((key for candidates in (with_tensors, nested) for key in keys if key in candidates), None)
+            for keys in (_MODEL_KEYS, _OPTIMIZER_KEYS)
+        )
         if model is not None or optimizer is not None:
             sections = _Sections(outer=outer, model=model, optimizer=optimizer)
         if len(nested) != 1 or any(len(keys) == 1 and name in source.tensors for name, keys in level.items()):
