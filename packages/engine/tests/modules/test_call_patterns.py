@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from lamella_engine import fully_shard
+from lamella_engine import MixedPrecisionPolicy, fully_shard
 from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
@@ -461,6 +461,37 @@ def test_tensors_in_dataclass_inputs_get_gradients_and_inputs_stay_unchanged() -
             return head
 
     _check(RecordNet, lambda model: model(X))
+
+
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "dict": lambda: {"inner": []},
+    "ordered dict": OrderedDict,
+    "registered class": _ModelOutput,
+    "dict unknown to pytree": _Batch,
+    "set": set,
+    "dataclass": lambda: _Record(1, [torch.arange(3)], {}),
+}
+
+
+def test_a_container_without_tensors_that_change_is_passed_on_itself() -> None:
+    """What forward writes into a copy would be lost."""
+
+    class Returning(nn.Linear):
+        def forward(self, given: list[Any], *, by_keyword: Any) -> tuple[torch.Tensor, Any, Any]:  # type: ignore[override]
+            return super().forward(given[0]), given[1], by_keyword
+
+    def check() -> None:
+        layer = Returning(3, 5)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        x = X.clone().requires_grad_()
+        for name, make in CONTAINERS.items():
+            with case(name):
+                container = make()
+                _, first, second = layer([x, container], by_keyword=container)
+                assert first is container and second is container
+
+    run_ranks(check, 2)
 
 
 def test_an_elementwise_weight_behind_an_opaque_output_is_unsharded_in_backward() -> None:

@@ -132,13 +132,15 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
             unit.has_inner_call, begins = True, False
         else:
             begins = tree.begin_forward(unit, module_id, is_recomputed=_graph_task() != _NO_GRAPH_TASK)
+    inputs = (*args, *kwargs.values())
     # Once a pass: later inputs are outputs of modules on the device, and the first may come from the host.
     if tree.is_forward_root(unit):
-        args, kwargs = _move((args, kwargs), tree.streams.device)
-    args, kwargs = _cast((args, kwargs), state.input_dtype, "cast_forward_inputs")
+        inputs = _move(inputs, tree.streams.device)
+    inputs = _cast(inputs, state.input_dtype, "cast_forward_inputs")
     # Recomputed in the middle of the unit's backward: inputs of another call end it, Note [Calls inside a call].
-    is_inside_backward = unit.is_in_backward and len(unit.parameters.module_ids) == 1
-    return _watch_inputs(acting, args, kwargs) if begins and not is_inside_backward else (args, kwargs)
+    if begins and not (unit.is_in_backward and len(unit.parameters.module_ids) == 1):
+        inputs = _watch_inputs(acting, inputs)
+    return inputs[: len(args)], dict(zip(kwargs, inputs[len(args) :], strict=True))
 
 
 def _pre_recompute(state: FSDPState, *_: object) -> None:
@@ -240,18 +242,18 @@ def _forms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _forms(torch._C._functorch.get_unwrapped(tensor))
 
 
-def _watch_inputs(state: FSDPState, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def _watch_inputs(state: FSDPState, inputs: Args) -> Args:
     """End the unit's backward when the gradients of all inputs have been made."""
     if not torch.is_grad_enabled():
-        return args, kwargs
-    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-    if not inputs:
-        return args, kwargs
+        return inputs
+    watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+    if not watched:
+        return inputs
     is_transformed = torch._C._are_functorch_transforms_active()
     passes = _EndTransformedBackward if is_transformed else _EndBackward
     # The graph holds the state for as long as an output lives: the state must not hold the graph.
-    passed = iter(passes.apply(state, *inputs))  # type: ignore[no-untyped-call]
-    return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
+    passed = iter(passes.apply(state, *watched))  # type: ignore[no-untyped-call]
+    return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, inputs)
 
 
 class _EndBackward(torch.autograd.Function):
@@ -317,12 +319,7 @@ def _cast(tree: T, dtype: torch.dtype | None, phase: str) -> T:
     """Cast the floating-point tensors of a nest; None casts nothing."""
     if dtype is None:
         return tree
-
-    def is_other(tensor: torch.Tensor) -> bool:
-        return tensor.dtype != dtype and tensor.is_floating_point()
-
     with label(phase):
-        # Mostly nothing changes: then the caller's containers are passed on, not copies of them.
-        if not any(is_other(tensor) for tensor in tensors_in(tree)):
-            return tree
-        return map_tensors(lambda tensor: tensor.to(dtype) if is_other(tensor) else tensor, tree)
+        return map_tensors(
+            lambda tensor: tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor, tree
+        )
