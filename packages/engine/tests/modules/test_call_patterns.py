@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -490,6 +490,175 @@ def test_a_container_without_tensors_that_change_is_passed_on_itself() -> None:
                 container = make()
                 _, first, second = layer([x, container], by_keyword=container)
                 assert first is container and second is container
+
+    run_ranks(check, 2)
+
+
+class _Cache:
+    """Registered below, with a new list each time that it is asked for its tensors."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = list(tensors)
+
+    def append(self, tensor: torch.Tensor) -> None:
+        self.tensors.append(tensor)
+
+
+pytree.register_pytree_node(
+    _Cache, lambda cache: ([cache.tensors[:]], None), lambda children, _: _Cache(*next(iter(children)))
+)
+
+
+@dataclass
+class _Features:
+    hidden: torch.Tensor
+    noted: list[torch.Tensor]
+
+
+class _RegisteredFeatures(_Features):
+    """In pytree's registry."""
+
+
+pytree.register_pytree_node(
+    _RegisteredFeatures,
+    lambda features: ([features.hidden, features.noted], None),
+    lambda children, _: _RegisteredFeatures(*children),
+)
+
+
+class _Writing(Residual):
+    """Writes into what it is given, and returns nothing."""
+
+    write: Callable[[Any, torch.Tensor], None]
+    read: Callable[[Any], torch.Tensor]
+
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__(dim)
+        self.side = Residual(dim)
+
+    def forward(self, nest: Any) -> None:  # type: ignore[override]
+        x = type(self).read(nest)
+        type(self).write(nest, self.side(super().forward(x)))
+
+
+def _replace(features: _Features, x: torch.Tensor) -> None:
+    features.noted.append(features.hidden)
+    features.hidden = x
+
+
+def _move_on(queue: list[torch.Tensor], x: torch.Tensor) -> None:
+    queue.append(queue.pop(0) * x)
+
+
+Writes = tuple[Callable[[torch.Tensor], Any], Callable[[Any, torch.Tensor], None], Callable[[Any], torch.Tensor]]
+WRITES: dict[str, Writes] = {
+    "list": (lambda x: [x], list.append, lambda nest: nest[-1]),
+    "list with an item removed": (lambda x: [x / 2, x], _move_on, lambda nest: nest[-1]),
+    "list in a tuple": (lambda x: (0, [x]), lambda nest, x: nest[1].append(x), lambda nest: nest[1][-1]),
+    "list in a named tuple": (
+        lambda x: _Pair(x, cast(Any, [x])),
+        lambda nest, x: nest[1].append(x),
+        lambda nest: nest[1][-1],
+    ),
+    "dict": (lambda x: {"x": x}, lambda nest, x: nest.update(x=x, old=nest["x"]), lambda nest: nest["x"]),
+    "dict unknown to pytree": (lambda x: _Batch(x=x), lambda nest, x: nest.update(x=x), lambda nest: nest.x),
+    "ordered dict of lists": (
+        lambda x: OrderedDict(x=[x]),
+        lambda nest, x: nest["x"].append(x),
+        lambda nest: nest["x"][-1],
+    ),
+    "default dict": (
+        lambda x: defaultdict(list, {"x": [x]}),
+        lambda nest, x: nest["x"].append(x),
+        lambda nest: nest["x"][-1],
+    ),
+    "deque": (lambda x: deque([x]), lambda nest, x: nest.append(x), lambda nest: nest[-1]),
+    "set": (lambda x: {x}, lambda nest, x: nest.add(x), lambda nest: torch.stack(list(nest)).sum(0)),
+    "dataclass": (lambda x: _Features(x, []), _replace, lambda nest: nest.hidden + sum(nest.noted)),
+    "registered dataclass": (
+        lambda x: _RegisteredFeatures(x, []),
+        _replace,
+        lambda nest: nest.hidden + sum(nest.noted),
+    ),
+    "registered class": (lambda x: _Cache(x), lambda nest, x: nest.append(x), lambda nest: nest.tensors[-1]),
+    "registered dict": (lambda x: _ModelOutput(x=x), lambda nest, x: nest.update(x=x), lambda nest: nest.x),
+}
+
+
+def _writing(make: Callable[[torch.Tensor], Any], write: Any, read: Any) -> type[Net]:
+    block = type("Writing", (_Writing,), {"write": staticmethod(write), "read": staticmethod(read)})
+
+    class WritingNet(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            layer: nn.Module = block(dim)
+            return layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nest = make(self.stem(x))
+            for layer in self.layers:
+                layer(nest)
+            head: torch.Tensor = self.head(read(nest))
+            return head
+
+    return WritingNet
+
+
+def test_a_container_that_a_unit_writes_into_gets_what_was_written() -> None:
+    """The unit's backward begins with the gradients of what it wrote."""
+
+    def on_each_rank() -> None:
+        for name, writes in WRITES.items():
+            with case(name):
+                assert_trains_alike(*twins(_writing(*writes)), mean_square(lambda model: model(X)))
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_what_a_recomputed_unit_writes_into_a_list_is_what_it_writes_without_sharding() -> None:
+    class CheckpointedNet(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            return _Appending(dim)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            noted = [x]
+            for layer in self.layers:
+                x = checkpoint(layer, x, noted, use_reentrant=False)
+            head: torch.Tensor = self.head(x + torch.stack(noted).sum(0))
+            return head
+
+    _check(CheckpointedNet, lambda model: model(X))
+
+
+class _Appending(Residual):
+    def forward(self, x: torch.Tensor, noted: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        noted.append(super().forward(x))
+        return noted[-1]
+
+
+def test_items_that_forward_leaves_alone_stay_the_callers_own() -> None:
+    class Failing(nn.Linear):
+        error: Exception | None = None
+
+        def forward(self, given: dict[str, Any]) -> None:  # type: ignore[override]
+            assert given["x"].dtype == given["inner"][0].dtype == torch.bfloat16
+            given["inner"].append(super().forward(given.pop("x")))
+            if self.error is not None:
+                raise self.error
+
+    def check() -> None:
+        layer = Failing(3, 5)
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        kept, inner = X + 1, [X]
+        given = {"x": X, "kept": kept, "inner": inner}
+        layer.error = ValueError("stop")
+        with pytest.raises(ValueError, match="stop"):
+            layer(given)
+        assert list(given) == ["x", "kept", "inner"] and len(inner) == 1  # an exception leaves all as it was
+        layer.error = None
+        layer(given)
+        assert list(given) == ["kept", "inner"] and given["kept"] is kept and given["inner"] is inner
+        assert inner[0] is X and inner[1].dtype == torch.bfloat16 and inner[1].requires_grad
 
     run_ranks(check, 2)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,29 +17,70 @@ T = TypeVar("T")
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
+class Copied(NamedTuple):
+    """A container that `map_tensors` has copied, with the items of both at that moment, in the same order."""
+
+    container: Any
+    items: list[Any]
+    copy: Any
+    items_of_copy: list[Any]
+    form: Any
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T, copied: list[Copied] | None = None) -> T:
     """Replace every tensor of a nest by the result of `fn`.
 
     Containers are the classes in torch's pytree registry (a library's output classes register themselves), sets, plain
     subclasses of lists and dicts, and dataclasses.
+
+    Args:
+        fn: Called with each tensor.
+        tree: The nest.
+        copied: Extended by the containers that are copied, but for tuples; for `write_back`.
 
     Returns:
         The nest with the results. A container with unchanged tensors is the same object, else a shallow copy.
 
     Effects: as `fn`.
     """
-    return cast(T, _map(fn, tree))
+    return cast(T, _map(fn, tree, copied))
 
 
-def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any) -> Any:
+def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any, copied: list[Copied] | None) -> Any:
     if isinstance(node, torch.Tensor):
         return fn(node)
     opened = _open(node)
     if opened is None:
         return node
     before, form = opened
-    after = [fn(child) if isinstance(child, torch.Tensor) else _map(fn, child) for child in before]
-    return node if all(map(is_, before, after)) else _copy(node, after, form)
+    after = [fn(child) if isinstance(child, torch.Tensor) else _map(fn, child, copied) for child in before]
+    if all(map(is_, before, after)):
+        return node
+    changed = _copy(node, after, form)
+    if copied is not None and not isinstance(node, tuple):
+        copied.append(Copied(node, list(before), changed, after, form))
+    return changed
+
+
+def write_back(copied: Sequence[Copied]) -> list[Any]:
+    """Give containers the items that were put into their copies since, and take those that were removed.
+
+    Other items stay the containers' own, with their own tensors.
+
+    Returns:
+        The items that were put into copies.
+
+    Effects: none on a container whose copy holds the same items as before.
+    """
+    written: dict[int, Any] = {}
+    for container, items, changed, items_of_copy, form in reversed(copied):  # copies of copies first
+        now, form_now = cast(tuple[Sequence[Any], Any], _open(changed))
+        if form_now == form and len(now) == len(items_of_copy) and all(map(is_, now, items_of_copy)):
+            continue
+        own = dict(zip(map(id, items_of_copy), items, strict=True))
+        written.update((id(item), item) for item in now if id(item) not in own)
+        _fill(container, [own.get(id(item), item) for item in now], form_now)
+    return list(written.values())
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
@@ -90,8 +131,10 @@ def _open(node: Any) -> tuple[Sequence[Any], Any] | None:
     if isinstance(node, _PLAIN):
         return None
     if not pytree.tree_is_leaf(node):
-        # A level at a time: pytree by itself would pass over dataclasses further in.
-        return pytree.tree_flatten(node, is_leaf=lambda child: child is not node)
+        # One level, so that lists further in are copied, and written back, by themselves. Of other classes all levels:
+        # they may make new lists each time that they are asked for their items.
+        has_items = isinstance(node, (tuple, deque, *_BASES))
+        return pytree.tree_flatten(node, is_leaf=(lambda child: child is not node) if has_items else None)
     if _is_record(node):
         names = [field.name for field in dataclasses.fields(node)]
         return [getattr(node, name) for name in names], names
@@ -105,18 +148,32 @@ def _copy(node: Any, items: list[Any], form: Any) -> Any:
     kind = type(node)
     if kind is tuple or kind is list:
         return kind(items)
+    if kind is dict:
+        return dict(zip(form, items, strict=True))
     if isinstance(form, pytree.TreeSpec):
         return pytree.tree_unflatten(items, form)
     changed = copy.copy(node)
-    if _is_record(node):
-        for name, item in zip(form, items, strict=True):
-            object.__setattr__(changed, name, item)  # past a frozen dataclass's own __setattr__
-    elif isinstance(node, dict):
-        changed.update(zip(form, items, strict=True))
-    else:
-        changed.clear()
-        changed.extend(items) if isinstance(node, list) else changed.update(items)
+    _fill(changed, items, form)
     return changed
+
+
+def _fill(node: Any, items: Sequence[Any], form: Any) -> None:
+    """Replace the items of a container in place."""
+    if isinstance(form, pytree.TreeSpec):
+        made = pytree.tree_unflatten(items, form)
+        getattr(node, "__dict__", {}).update(getattr(made, "__dict__", {}))
+        items, form = (list(made.values()), list(made)) if isinstance(node, dict) else (items, None)
+    elif _is_record(node):
+        for name, item in zip(form, items, strict=True):
+            object.__setattr__(node, name, item)  # past a frozen dataclass's own __setattr__
+        return
+    if isinstance(node, dict):
+        node.clear()
+        for key, item in zip(form, items, strict=True):
+            node[key] = item
+    elif isinstance(node, (list, deque, set)):
+        node.clear()
+        node.update(items) if isinstance(node, set) else node.extend(items)
 
 
 def _is_record(node: object) -> bool:

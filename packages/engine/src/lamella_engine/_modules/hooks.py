@@ -27,6 +27,10 @@ ends a pass. Its inputs are not watched, since their gradients are made before t
 are they where a reentrant checkpoint recomputes the inner call, outside of the outer call's frames: the unit is in its
 backward then. In units of several modules, and in compiled callers, such a call is not told from a new forward.
 
+Note [Containers that forward writes into]. Forward gets a copy of a list, a dict or another container in which a tensor
+was moved, cast or watched. After forward the caller's container gets the items that forward put into the copy, which
+are watched as outputs are, and loses the items that forward removed.
+
 Note [Units that another reads]. An outer unit that reads an inner unit's parameters without calling the inner modules
 takes the parameters over. The inner hooks then drive the outer unit, `state.acting`; only casts of inputs and outputs
 follow the inner policy. Inside the outer unit's forward and backward the hooks find everything unsharded and do
@@ -48,7 +52,7 @@ from torch.autograd.graph import _MultiHandle
 from torch.utils.hooks import RemovableHandle
 
 from lamella_engine._common.labels import label
-from lamella_engine._common.tensors import hides_tensors, map_tensors, tensors_in
+from lamella_engine._common.tensors import Copied, hides_tensors, map_tensors, tensors_in, write_back
 from lamella_engine._modules.state import FSDPState
 from lamella_engine._parameters.registrations import registrations
 from lamella_engine._scaling.events import WeightsChange
@@ -133,14 +137,28 @@ def pre_forward(state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs)
         else:
             begins = tree.begin_forward(unit, module_id, is_recomputed=_graph_task() != _NO_GRAPH_TASK)
     inputs = (*args, *kwargs.values())
+    copied: list[Copied] = []
     # Once a pass: later inputs are outputs of modules on the device, and the first may come from the host.
     if tree.is_forward_root(unit):
-        inputs = _move(inputs, tree.streams.device)
-    inputs = _cast(inputs, state.input_dtype, "cast_forward_inputs")
+        inputs = _move(inputs, tree.streams.device, copied)
+    inputs = _cast(inputs, state.input_dtype, "cast_forward_inputs", copied)
     # Recomputed in the middle of the unit's backward: inputs of another call end it, Note [Calls inside a call].
     if begins and not (unit.is_in_backward and len(unit.parameters.module_ids) == 1):
-        inputs = _watch_inputs(acting, inputs)
-    return inputs[: len(args)], dict(zip(kwargs, inputs[len(args) :], strict=True))
+        inputs = _watch_inputs(acting, inputs, copied)
+    args, kwargs = inputs[: len(args)], dict(zip(kwargs, inputs[len(args) :], strict=True))
+    if copied:
+        args = noting = _ArgsOfCopies(args)
+        noting.copied = copied
+    return args, kwargs
+
+
+class _ArgsOfCopies(tuple[Any, ...]):
+    """The arguments of one call, for which containers were copied: Note [Containers that forward writes into].
+
+    With the call's arguments the copies go, also where an exception ends the call.
+    """
+
+    copied: Sequence[Copied]
 
 
 def _pre_recompute(state: FSDPState, *_: object) -> None:
@@ -153,13 +171,14 @@ def _pre_recompute(state: FSDPState, *_: object) -> None:
 
 
 @_disable_dynamo
-def post_forward(state: FSDPState, module: nn.Module, _: Args, output: object) -> object:
+def post_forward(state: FSDPState, module: nn.Module, args: Args, output: object) -> object:
     """Reshard, and prepare the outputs."""
     acting = state.acting
     unit = acting.unit
+    written = write_back(args.copied) if isinstance(args, _ArgsOfCopies) else None
     output = _cast(output, state.output_dtype, "cast_forward_outputs")
     with label("post_forward", unit.parameters.name):
-        is_watched = _watch_outputs(acting, output)
+        is_watched = _watch_outputs(acting, (output, written) if written else output)
         if unit.has_inner_call and _is_inner_call(unit, module):
             unit.end_inner_call(is_watched=is_watched)
             return output
@@ -242,7 +261,7 @@ def _forms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _forms(torch._C._functorch.get_unwrapped(tensor))
 
 
-def _watch_inputs(state: FSDPState, inputs: Args) -> Args:
+def _watch_inputs(state: FSDPState, inputs: Args, copied: list[Copied]) -> Args:
     """End the unit's backward when the gradients of all inputs have been made."""
     if not torch.is_grad_enabled():
         return inputs
@@ -253,7 +272,7 @@ def _watch_inputs(state: FSDPState, inputs: Args) -> Args:
     passes = _EndTransformedBackward if is_transformed else _EndBackward
     # The graph holds the state for as long as an output lives: the state must not hold the graph.
     passed = iter(passes.apply(state, *watched))  # type: ignore[no-untyped-call]
-    return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, inputs)
+    return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, inputs, copied)
 
 
 class _EndBackward(torch.autograd.Function):
@@ -307,19 +326,21 @@ def _watch_gradients(state: FSDPState, gradients: Iterable[torch.Tensor | None])
             gradient.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
 
 
-def _move(tree: T, device: torch.device) -> T:
+def _move(tree: T, device: torch.device, copied: list[Copied]) -> T:
     """Move the tensors of a nest; nothing to move on CPU."""
     if device.type == "cpu":
         return tree
     with label("inputs_to_device"):
-        return map_tensors(lambda tensor: tensor.to(device), tree)
+        return map_tensors(lambda tensor: tensor.to(device), tree, copied)
 
 
-def _cast(tree: T, dtype: torch.dtype | None, phase: str) -> T:
+def _cast(tree: T, dtype: torch.dtype | None, phase: str, copied: list[Copied] | None = None) -> T:
     """Cast the floating-point tensors of a nest; None casts nothing."""
     if dtype is None:
         return tree
     with label(phase):
         return map_tensors(
-            lambda tensor: tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor, tree
+            lambda tensor: tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor,
+            tree,
+            copied,
         )
