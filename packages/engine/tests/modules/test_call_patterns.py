@@ -494,6 +494,43 @@ def test_a_container_without_tensors_that_change_is_passed_on_itself() -> None:
     run_ranks(check, 2)
 
 
+@dataclass
+class _Node:
+    hidden: torch.Tensor
+    parent: Any = None
+
+
+def _node_inside_itself() -> _Node:
+    node = _Node(X)
+    node.parent = [node]
+    return node
+
+
+def _dict_inside_itself() -> dict[str, Any]:
+    nest: dict[str, Any] = {"x": X}
+    nest["nest"] = nest
+    return nest
+
+
+def test_containers_that_hold_themselves_are_refused_by_class() -> None:
+    class Passing(nn.Linear):
+        def forward(self, given: Any) -> Any:
+            return given.hidden if isinstance(given, _Opaque) else super().forward(X)
+
+    def check() -> None:
+        layer = Passing(3, 5)
+        fully_shard(layer)
+        for nest, name in ((_node_inside_itself(), "_Node"), (_dict_inside_itself(), "dict")):
+            for given in (nest, _Opaque(cast(torch.Tensor, nest))):  # an argument, and an output
+                with (
+                    case(name),
+                    pytest.raises(RuntimeError, match=rf"without cycles, got a {name} that holds itself\."),
+                ):
+                    layer(given)
+
+    run_ranks(check, 2)
+
+
 class _Cache:
     """Registered below, with a new list each time that it is asked for its tensors."""
 

@@ -41,9 +41,16 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T, copied: lis
     Returns:
         The nest with the results. A container with unchanged tensors is the same object, else a shallow copy.
 
+    Raises:
+        RuntimeError: A container holds itself.
+
     Effects: as `fn`.
     """
-    return cast(T, _map(fn, tree, copied))
+    try:
+        return cast(T, _map(fn, tree, copied))
+    except RecursionError as error:
+        _refuse_cycle(tree)
+        raise error
 
 
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], node: Any, copied: list[Copied] | None) -> Any:
@@ -84,7 +91,11 @@ def write_back(copied: Sequence[Copied]) -> list[Any]:
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
-    """The tensors of a nest, in the order in which `map_tensors` visits them."""
+    """The tensors of a nest, in the order in which `map_tensors` visits them.
+
+    Raises:
+        RuntimeError: A container holds itself.
+    """
     if isinstance(tree, torch.Tensor):
         return [tree]
     return [leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -97,7 +108,11 @@ def hides_tensors(tree: object) -> bool:
 
 def _leaves(tree: object) -> list[object]:
     leaves: list[object] = []
-    _collect(tree, leaves)
+    try:
+        _collect(tree, leaves)
+    except RecursionError as error:
+        _refuse_cycle(tree)
+        raise error
     return leaves
 
 
@@ -111,6 +126,17 @@ def _collect(node: Any, leaves: list[object]) -> None:
             leaves.append(child)
         else:
             _collect(child, leaves)
+
+
+def _refuse_cycle(node: Any, outer: tuple[Any, ...] = ()) -> None:
+    if any(node is one for one in outer):
+        raise RuntimeError(
+            f"Expected arguments and outputs of a unit without cycles, got a {type(node).__qualname__} that holds "
+            "itself. Leave that reference out, or hide it in an object that is neither a container nor a dataclass."
+        )
+    opened = _open(node)
+    for child in opened[0] if opened else ():
+        _refuse_cycle(child, (*outer, node))
 
 
 # -- one level of a nest --------------------------------------------------------------------------------------------
