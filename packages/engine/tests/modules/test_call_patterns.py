@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -498,6 +498,7 @@ def test_a_container_without_tensors_that_change_is_passed_on_itself() -> None:
 class _Node:
     hidden: torch.Tensor
     parent: Any = None
+    result: torch.Tensor = field(init=False)
 
 
 def _node_inside_itself() -> _Node:
@@ -529,6 +530,27 @@ def test_containers_that_hold_themselves_are_refused_by_class() -> None:
                     layer(given)
 
     run_ranks(check, 2)
+
+
+def test_a_dataclass_with_an_unset_field_is_an_argument_and_an_output() -> None:
+    class NodeBlock(Residual):
+        def forward(self, node: _Node) -> _Node:  # type: ignore[override]
+            node.result = super().forward(node.hidden)
+            return _Node(node.result)
+
+    class NodeNet(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            return NodeBlock(dim)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            node = _Node(self.stem(x))
+            for layer in self.layers:
+                out = layer(node)
+                node = _Node(out.hidden + node.result)
+            head: torch.Tensor = self.head(node.hidden)
+            return head
+
+    _check(NodeNet, lambda model: model(X))
 
 
 class _Cache:

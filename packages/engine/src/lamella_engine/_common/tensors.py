@@ -162,7 +162,7 @@ def _open(node: Any) -> tuple[Sequence[Any], Any] | None:
         has_items = isinstance(node, (tuple, deque, *_BASES))
         return pytree.tree_flatten(node, is_leaf=(lambda child: child is not node) if has_items else None)
     if _is_record(node):
-        names = [field.name for field in dataclasses.fields(node)]
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]  # some may be unset
         return [getattr(node, name) for name in names], names
     if not _is_container(node):
         return None
