@@ -39,7 +39,7 @@ class KernelKind(Enum):
     ALL_TO_ALL = rf"({_COMMUNICATES}).*(all_?to_?all|sendrecv)"
     COLLECTIVE = _COMMUNICATES
     ATTENTION = r"flash|fmha|sdpa|attention"
-    MATMUL = r"gemm|nvjet|xmma|splitkreduce|cutlass|cublas|aten::(add)?mm|aten::bmm"
+    MATMUL = r"gemm|nvjet|xmma|splitkreduce|cutlass|cublas|cijk_|aten::(add)?mm|aten::bmm"
     OPTIMIZER = r"adam"
     TRANSFER = r"memcpy (htod|dtoh)"
     COPY = r"copy|catarray|chunk_cat|memcpy|aten::cat"
