@@ -479,13 +479,15 @@ def _trace(*events: tuple[str, str]) -> dict[str, Any]:
 
 
 UNITS = ("user_annotation", "FSDP::all_gather (a)")
+OTHER_THREAD = [event | {"tid": 2} for event in _trace(("cpu_op", "aten::mm"), UNITS)["traceEvents"]]
 TIMELESS = [event | {"dur": 0} for event in _trace(("kernel", MATMUL), UNITS)["traceEvents"]]
 
 
 @pytest.mark.parametrize(
     ("trace", "problem"),
     [
-        (_trace(), "Expected kernels or operators in 'some.json', got none"),
+        (_trace(), "Expected kernels, or operators of the main thread, in 'some.json', got none"),
+        ({"traceEvents": OTHER_THREAD}, "got none. Profile steps of training, on a CPU in the program's main thread"),
         ({"traceEvents": TIMELESS}, "Expected kernels that took some time in 'some.json', got none"),
         (_trace(UNITS, ("cpu_op", "aten::mm")) | {"distributedInfo": {"backend": "nccl"}}, "Expected GPU kernels in "),
         (

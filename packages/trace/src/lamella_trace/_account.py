@@ -84,7 +84,10 @@ def _stand_ins(trace: Trace, source: str) -> list[Kernel]:
         )
     operators = operators_of(trace)
     if not operators:
-        raise TraceError(f"Expected kernels or operators in {source!r}, got none. Profile steps of training.")
+        raise TraceError(
+            f"Expected kernels, or operators of the main thread, in {source!r}, got none. Profile steps of training, "
+            "on a CPU in the program's main thread."
+        )
     return operators
 
 
