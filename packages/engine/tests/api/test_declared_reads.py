@@ -158,6 +158,32 @@ def test_an_undeclared_read_of_a_sharded_parameter_is_named_in_the_error() -> No
     run_ranks(check, 2)
 
 
+def test_a_backward_inside_the_outermost_units_forward_is_named_in_the_error_with_the_units_that_help() -> None:
+    class LocalLosses(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](self.stem(x).detach())
+            loss: Any = x.square().mean()
+            loss.backward()
+            return cast(torch.Tensor, self.head(self.layers[1](x.detach())))
+
+    def with_units(model: LocalLosses, *more: nn.Module) -> None:
+        for part in (*model.layers, *more, model):
+            fully_shard(part)
+
+    def check() -> None:
+        model = LocalLosses()
+        with_units(model)
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor") as caught:
+            model(X)
+        (note,) = caught.value.__notes__
+        assert "a backward inside it has freed its unit's parameters" in note and "head.weight" in note
+        assert "as units of their own" in note
+        pair = twins(LocalLosses, lambda model: with_units(model, model.stem, model.head))
+        assert_trains_alike(*pair, lambda model: model(X).square().mean())
+
+    run_ranks(check, 2)
+
+
 class _Backbone(nn.Module):
     """A unit, and a method beside its forward."""
 

@@ -172,21 +172,33 @@ def _check_alike(name: str, read: UnitParameters, strategy: Strategy, num_neighb
 
 @_disable_dynamo
 def explain_undeclared(module: nn.Module, *_: object) -> None:
-    """Add the sharded parameters below the failing module to an exception on its way out of the outermost unit.
+    """Add the sharded parameters of the failing module to an exception on its way out of the outermost unit.
 
     A forward hook of outermost units, which torch calls after an exception too.
     """
     error, state = sys.exc_info()[1], find_state(module)
     if error is None or state is None or "mixed torch.Tensor and DTensor" not in str(error):
         return
+    own = state.acting.unit.parameters
+    freed = [clean_name(name) for name, p in module.named_parameters() if _is_at_rest(p) and own.holds_any({id(p)})]
     reader, names = _undeclared(module, _running_modules(error))
-    if names:
+    if freed:
+        error.add_note(
+            f"{type(module).__name__}'s forward was running, and a backward inside it has freed its unit's parameters: "
+            f"{_listed(freed)}. Shard the modules that hold them as units of their own (fully_shard), which are "
+            "gathered when they are called, or run the backward after the forward."
+        )
+    elif names:
         error.add_note(
             f"{type(reader).__name__}'s forward was running, and below it these parameters were sharded: "
-            f"{', '.join(names[:_NUM_SUGGESTIONS])}{', ...' * (len(names) > _NUM_SUGGESTIONS)}. They are in units of "
-            "their own, which are gathered when their modules are called. One that is read without that has to be "
-            f"declared, before fully_shard: lamella_engine.declare_reads(module, {names[0]!r})."
+            f"{_listed(names)}. They are in units of their own, which are gathered when their modules are called. One "
+            "that is read without that has to be declared, before fully_shard: "
+            f"lamella_engine.declare_reads(module, {names[0]!r})."
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_SUGGESTIONS]) + ", ..." * (len(names) > _NUM_SUGGESTIONS)
 
 
 def _undeclared(outermost: nn.Module, running: Sequence[nn.Module]) -> tuple[nn.Module, list[str]]:
