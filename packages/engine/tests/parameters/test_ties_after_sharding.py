@@ -21,7 +21,7 @@ from engine_models import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.func import functional_call
+from torch.func import functional_call, grad
 
 from lamella_engine import DDP, HSDP, ZERO1, ZERO3, Rows, ShardingOptions, fully_shard, set_main_grads
 from lamella_engine.testing import named_units
@@ -236,6 +236,16 @@ def test_a_functional_call_uses_parameters_that_are_given_and_refuses_other_tens
             with pytest.raises(TypeError, match=r"weight' to be replaced by an nn\.Parameter, got DTensor"):
                 functional_call(sharded, {name: p.detach() for name, p in halves.items()}, TOKENS)
         assert_trains_alike(reference, sharded, LOSS)
+
+    run_ranks(on_each_rank, 2)
+
+
+def test_a_transform_by_parameters_is_refused_as_one() -> None:
+    def on_each_rank() -> None:
+        _, sharded = twins(_Untied, shard)
+        parameters = dict(sharded.named_parameters())
+        with pytest.raises(TypeError, match=r"transform of torch\.func.*differentiate by inputs alone"):
+            grad(lambda parameters: functional_call(sharded, parameters, TOKENS).sum())(parameters)
 
     run_ranks(on_each_rank, 2)
 

@@ -176,6 +176,12 @@ class ShardedParameter:
                 "Before fully_shard, register parametrizations, weight norms and pruning, which move the parameter, "
                 "and delete parameters that are to go."
             )
+        if torch._C._functorch.is_functorch_wrapped_tensor(form):
+            raise TypeError(
+                f"Expected parameter {self.name!r} to be sharded also in a transform of torch.func, got one that the "
+                "transform wraps. Transforms of units differentiate by inputs alone (`grad`, `vjp`, `vmap`, ...): call "
+                "`backward` for gradients of parameters, or transform the model before fully_shard."
+            )
         if form.shape != self.sharded.shape or not hasattr(form, "_local_tensor"):
             raise TypeError(
                 f"Expected parameter {self.name!r} to be a DTensor of shape {tuple(self.sharded.shape)}, got "
