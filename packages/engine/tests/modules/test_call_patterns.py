@@ -760,6 +760,24 @@ def test_outputs_may_be_written_in_place() -> None:
     _check(InPlace, lambda model: model(X))
 
 
+def test_an_input_that_a_unit_changes_in_place_is_refused_by_autograd() -> None:
+    class InPlace(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.relu_())
+
+    class InPlaceNet(Net):
+        def make_layer(self, dim: int) -> nn.Module:
+            return InPlace(dim)
+
+    def check() -> None:
+        model = InPlaceNet()
+        shard(model)
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            model(X)
+
+    run_ranks(check, 2)
+
+
 def test_inputs_may_be_integers() -> None:
     class Tokens(Net):
         def __init__(self) -> None:
