@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from lamella._data.encoding import Encoder
 from lamella._data.records import parts
@@ -13,6 +14,8 @@ from lamella._data.stream_samples import sample_stream
 from lamella._data.streamed_files import stream_file
 from lamella._data.text import Corpus, collect
 from lamella._data.tokenizer import END_OF_TEXT, RunTokenizer, read_tokenizer, train_on_texts, train_tokenizer
+from lamella._data.tokens import TokenForm, fingerprint
+from lamella._settings.sections import Packing
 
 CorpusOf = Callable[..., Corpus]
 
@@ -64,6 +67,35 @@ def test_every_document_ends_with_the_end_of_text(corpus_of: CorpusOf) -> None:
     assert tokenizer.tokenizer.convert_ids_to_tokens(tokenizer.end) == END_OF_TEXT
     assert tokens[-1] == tokenizer.end and tokens.count(tokenizer.end) == 2
     assert tokenizer.units()[tokenizer.end] == 0
+
+
+def test_every_text_begins_with_the_token_that_the_tokenizer_puts_there(
+    corpus_of: CorpusOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def identities() -> list[str]:
+        packings: tuple[Packing, ...] = ("stream", "documents")
+        forms = [TokenForm(packing, "all", sequence_length=8, has_answers=False) for packing in packings]
+        return [fingerprint(corpus, replace(tokenizer), form) for form in forms]
+
+    corpus = corpus_of("one two\n" * 20, "three\n")
+    tokenizer = train_tokenizer(corpus.train, 270)
+    without = encode(tokenizer, corpus)
+    assert tokenizer.backend is not None and tokenizer.begin == []
+    begin = tokenizer.end
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, begin)]
+    )
+    cut = without.index(tokenizer.end) + 1
+    monkeypatch.setattr("lamella._data.text_files._PIECE_LENGTH", 27)
+    monkeypatch.setattr("lamella._data.encoding._BATCH_LENGTH", 100)
+    tokens = encode(replace(tokenizer), corpus)
+    assert tokens == [begin, *without[:cut], begin, *without[cut:]]
+    assert tokenizer.prompt_tokens("three\n") == tokens[cut + 1 : -1]
+    # Streams of an earlier lamella are without the token: they are made anew, and a run on them does not go on.
+    stream, documents = identities()
+    monkeypatch.setattr(RunTokenizer, "begin", [])
+    former_stream, former_documents = identities()
+    assert stream != former_stream and documents == former_documents
 
 
 def test_special_tokens_are_no_bytes_of_text(corpus_of: CorpusOf) -> None:

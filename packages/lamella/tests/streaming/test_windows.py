@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from lamella import Config, ConfigError
 from lamella._data.encoding import Encoder
 from lamella._data.streamed_files import StreamedSource
 from lamella._data.text import collect
-from lamella._data.tokenizer import read_tokenizer
+from lamella._data.tokenizer import END_OF_TEXT, read_tokenizer
 from lamella._data.tokens import TokenForm, load_tokens
 from lamella._settings.sections import Packing
 from lamella._streaming.documents import DocumentStream
@@ -108,6 +109,23 @@ def test_a_text_is_cut_between_windows_and_its_tokens_go_on(prepared: Config, tm
     assert len(every) > 3  # pieces of 65,536 characters, each of which counts as sixteen documents
     expected = sequences.batch(torch.arange(len(sequences))).tokens
     assert torch.equal(torch.cat([rows(window) for window in every]), expected)
+
+
+def test_a_tokenizers_first_token_begins_each_text_and_no_piece_of_it(prepared: Config, tmp_path: Path) -> None:
+    text = "".join(f"line {number} of a book\n" for number in range(12_000))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name + text, encoding="utf-8")
+    paths = tuple(str(tmp_path / f"{name}.txt") for name in ("a", "b"))
+    prepare(prepared)
+    windows = reader(prepared, "stream", 16, collect(paths, 0.1, streaming=True).streamed)
+    backend, end = windows.encoder.tokenizer.backend, windows.encoder.tokenizer.end
+    assert backend is not None
+    backend.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, end)])
+    every = epoch(windows)
+    assert [window.start.position.begins_document for window in every] == [True, False, False, False]
+    tokens = torch.cat([rows(every[0])[0, :1], *(rows(window)[:, 1:].flatten() for window in every)])
+    first, *others = (tokens == end).nonzero()[:, 0].tolist()
+    assert first == 0 and len(others) in (2, 3) and others[1] == others[0] + 1  # The last may fill no sequence.
 
 
 def test_the_next_epoch_goes_on_with_the_tokens_that_filled_no_sequence(prepared: Config) -> None:

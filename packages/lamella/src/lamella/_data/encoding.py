@@ -38,9 +38,8 @@ class Encoder:
     Attributes:
         tokenizer: The tokenizer of the run.
         loss_is_on_all: No token is complemented for being no answer.
-        keeps_documents_apart: Documents are not read one after another in a stream: the tokenizer's special tokens are
-            added to texts, no `end` is added to what a chat template rendered, and the first token of each document
-            is a complement.
+        keeps_documents_apart: Documents are not read one after another in a stream: no `end` is added to what a chat
+            template rendered, and the first token of each document is a complement.
         num_rewritten: Conversations so far with several texts by the chat template.
         num_unanswered: Conversations so far without a token of an answer in the loss.
     """
@@ -51,16 +50,17 @@ class Encoder:
     num_rewritten: int = 0
     num_unanswered: int = 0
 
-    def encode(self, documents: Iterable[Part]) -> Iterator[EncodedDocuments]:
-        """Yield the tokens of documents, in order.
+    def encode(self, documents: Iterable[Part], *, begins_document: bool = True) -> Iterator[EncodedDocuments]:
+        """Yield the tokens of documents, in order: of a text behind the tokenizer's `begin`, and with its `end`.
 
         Args:
             documents: The parts of the documents.
+            begins_document: The first part begins a document; otherwise it goes on with a text.
 
         Raises:
             ConfigError: A record of a file holds no document, or a conversation cannot be rendered. Names the record.
         """
-        is_start = True
+        is_start = begins_document
         for batch in _batches(documents):
             texts = iter(self._encode_texts([part for part in batch if isinstance(part, str)]))
             encoded = EncodedDocuments([], [])
@@ -79,12 +79,9 @@ class Encoder:
             yield encoded
 
     def _with_begin(self, ids: list[int]) -> list[int]:
-        """Return the first tokens of a text, for a row of its own behind the special tokens that begin a text."""
-        if not self.keeps_documents_apart:
-            return ids
-        first = _ids(self.tokenizer, "", add_special_tokens=True)[:1]
-        is_added = first == [getattr(self.tokenizer.tokenizer, "bos_token_id", None)]
-        return _without_first_target([*first, *ids] if is_added else ids)
+        """Return the first tokens of a text behind those that begin a text; for a row of its own, or in a stream."""
+        ids = [*self.tokenizer.begin, *ids]
+        return _without_first_target(ids) if self.keeps_documents_apart else ids
 
     def _add(self, documents: EncodedDocuments, part: Chat | PromptCompletion | Instruction) -> None:
         if isinstance(part, Instruction):

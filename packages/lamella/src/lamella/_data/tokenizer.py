@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
@@ -50,6 +51,12 @@ class RunTokenizer:
         """The tokenizers library's object; None for tokenizers of other libraries."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return backend if isinstance(backend, Tokenizer) else None
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """The token of the tokenizer's own that it puts before a text; empty for tokenizers that put none there."""
+        first = list(cast("list[int]", self.tokenizer("")["input_ids"]))[:1]
+        return first if first == [self.tokenizer.bos_token_id] else []
 
     @property
     def chat_template(self) -> str | None:

@@ -248,7 +248,10 @@ def fingerprint(corpus: Corpus, tokenizer: RunTokenizer | int, form: TokenForm) 
     """Return a hash of the tokens' sources: the text, the tokenizer or the size of one to train, and the form."""
     if isinstance(tokenizer, int):
         return f"{corpus.fingerprint()}-{tokenizer}-{form.identity()}"
-    return f"{corpus.fingerprint()}-{hashlib.sha256(tokenizer.identity().encode()).hexdigest()}-{form.identity()}"
+    # Streams of an earlier lamella are without the token that begins a text.
+    begin = "-begin" if form.packing == "stream" and tokenizer.begin else ""
+    digest = hashlib.sha256(tokenizer.identity().encode()).hexdigest()
+    return f"{corpus.fingerprint()}-{digest}-{form.identity()}{begin}"
 
 
 def prepare_tokens(

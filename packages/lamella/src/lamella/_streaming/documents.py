@@ -12,7 +12,7 @@ from lamella._data.streamed_files import StreamedSource
 
 
 class StreamPosition(NamedTuple):
-    """A place between two documents of a stream.
+    """A place between two documents of a stream, or between two pieces of a text.
 
     Attributes:
         epoch: The epoch, from 0 on.
@@ -23,6 +23,11 @@ class StreamPosition(NamedTuple):
     epoch: int = 0
     num_files: int = 0
     in_file: FilePosition | None = None
+
+    @property
+    def begins_document(self) -> bool:
+        """False between two pieces of a text: the one record of its file is not read to the end."""
+        return self.in_file is None or self.in_file["num_records"] > 0
 
 
 @dataclass(kw_only=True)

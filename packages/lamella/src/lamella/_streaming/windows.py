@@ -124,7 +124,7 @@ class WindowReader:
         parts, num_documents, position = self._read(start.position)
         tokens, starts = array("i", start.carry), array("q", [0])
         with self.encoding:
-            for encoded in self.encoder.encode(parts):
+            for encoded in self.encoder.encode(parts, begins_document=start.position.begins_document):
                 starts.extend(len(tokens) + stop for stop in encoded.stops)
                 tokens.extend(encoded.tokens)
         sequences = self._sequences(_tensor(tokens, torch.int32), _tensor(starts, torch.int64))
