@@ -4,6 +4,7 @@ import csv
 import gzip
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -234,6 +235,26 @@ def test_shards_of_a_data_set_saved_earlier_are_left_out(tmp_path: Path, streami
     (folder / "more.txt").write_text("Text beside the data set.\n" * 9)
     corpus = collect([str(folder)], 0.25, streaming=streaming)
     assert file_names(corpus) == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow", "more.txt"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_of_a_folder_of_several_splits_the_one_to_train_on_is_read(tmp_path: Path, streaming: bool) -> None:
+    saved, validation = tmp_path / "text" / "saved", tmp_path / "validation.txt"
+    splits = {name: datasets.Dataset.from_list([{"text": name}] * 9) for name in ("test", "train", "validation")}
+    datasets.DatasetDict(splits).save_to_disk(saved)
+    validation.write_text("other text\n" * 9)
+
+    def texts(folder: Path) -> set[object]:
+        corpus = collect([str(folder)], 0.1, validation_paths=[str(validation)], streaming=streaming)
+        train = [*parts(corpus.train), *(part for document in documents_of(corpus.streamed) for part in document.parts)]
+        return {part for part in train if isinstance(part, str)}
+
+    assert texts(saved) == texts(saved.parent) == {"train"}
+    assert texts(saved / "test") == {"test"}
+    shutil.rmtree(saved / "train")
+    expected = "Expected a split 'train' in the data set '.*/saved', got 'test', 'validation'. Name the folder of a"
+    with pytest.raises(ConfigError, match=expected):
+        texts(saved)
 
 
 def file_names(corpus: Corpus) -> list[str]:

@@ -24,6 +24,7 @@ _ARROW_SUFFIX: Final = ".arrow"
 _STATE: Final = "state.json"
 _BESIDE_ARROW: Final = ("dataset_info.json", _STATE)
 _OVER_ARROW: Final = "dataset_dict.json"
+_TRAIN: Final = "train"
 _CACHE: Final = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
 """The files that `map` and `filter` of `datasets` write beside a data set's Arrow files, named by a fingerprint."""
 
@@ -107,7 +108,8 @@ class Search:
             scanner: Tells what each file is.
 
         Raises:
-            ConfigError: A path does not exist, cannot be read or is not text, or the files of a source are empty.
+            ConfigError: A path does not exist, cannot be read or is not text, the files of a source are empty, or a
+                data set of several splits has none to train on.
 
         Effects: reads files as the scanner does.
         """
@@ -160,6 +162,8 @@ class Search:
 
         for folder, subfolders, names in os.walk(root, onerror=refuse):
             subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
+            if _OVER_ARROW in names:
+                subfolders[:] = [_train_split(Path(folder), subfolders)]
             subfolders[:] = [name for name in subfolders if self._is_unvisited(Path(folder, name))]
             for path in _documents(Path(folder), names):
                 # Pipes are skipped: reading a pipe waits for the writer.
@@ -171,6 +175,16 @@ def description(paths: Sequence[str]) -> str:
     """Return the paths in words."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return ", ".join(paths) if paths else f"the Python {version} standard library"
+
+
+def _train_split(folder: Path, splits: Sequence[str]) -> str:
+    """Return the split to read of a data set of several, as of a data set of the Hub: the others are for tests."""
+    if _TRAIN not in splits:
+        got = ", ".join(map(repr, splits)) or "none"
+        raise ConfigError(
+            f"Expected a split {_TRAIN!r} in the data set {str(folder)!r}, got {got}. Name the folder of a split."
+        )
+    return _TRAIN
 
 
 def _documents(folder: Path, names: Sequence[str]) -> Iterator[Path]:
