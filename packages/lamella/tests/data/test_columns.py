@@ -41,6 +41,26 @@ def test_conversations_have_messages_or_a_prompt_and_a_completion(tmp_path: Path
     assert only_chat(read(tmp_path, {"conversations": answers})).messages == [ASSISTANT] * 5
 
 
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_a_system_column_begins_a_conversation_without_a_system_message(tmp_path: Path, name: str) -> None:
+    system = {"role": "system", "content": "You add."}
+    for messages, column in (([USER, ASSISTANT], "You add."), ([system, USER, ASSISTANT], "You sum.")):
+        assert only_chat(read(tmp_path, {name: messages, "system": column})).messages == [system, USER, ASSISTANT]
+    absent: list[object] = ["", None]
+    for nothing in absent:
+        assert only_chat(read(tmp_path, {name: [USER, ASSISTANT], "system": nothing})).messages == [USER, ASSISTANT]
+
+
+def test_calls_and_observations_of_sharegpt_are_calls_and_outputs_of_tools(tmp_path: Path) -> None:
+    add, mul = ({"name": name, "arguments": {"a": 1, "b": 1}} for name in ("add", "mul"))
+    for value, calls in ((add, [add]), ([add, mul], [add, mul])):
+        turns = [{"from": "function_call", "value": json.dumps(value)}, {"from": "observation", "value": "2"}]
+        call, output = only_chat(read(tmp_path, {"conversations": turns})).messages
+        tool_calls = [{"type": "function", "function": call} for call in calls]
+        assert call == {"role": "assistant", "content": "", "tool_calls": tool_calls}
+        assert output == {"role": "tool", "content": "2"}
+
+
 def test_names_of_roles_are_converted_where_no_message_is_the_assistants(tmp_path: Path) -> None:
     for user, answer in (("user", "model"), ("human", "gpt"), ("User", "Assistant")):
         messages = [{"role": user, "content": "1+1"}, {"role": answer, "content": "2"}]
@@ -190,6 +210,15 @@ def test_settings_without_records_are_text_by_name_too(tmp_path: Path) -> None:
             "Expected 0 or 1 under 'weight' of an assistant's message in line 1 of .*, got 0.5. Leave it out.",
         ),
         ({"messages": [{**ASSISTANT, "train": "no"}]}, "Expected false or true under 'train' of .*, got 'no'."),
+        ({"messages": [USER], "system": ["a"]}, "Expected a text under 'system' in line 1 of .*, got a list."),
+        (
+            {"conversations": [{"from": "function_call", "value": "add(1, 1)"}]},
+            "Expected JSON in the text of 'function_call' in line 1 of .*, got expecting value at column 1.",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '{"function": "add"}'}]},
+            "Expected a call's 'name' and 'arguments' under 'function_call' in line 1 of .*, got the keys 'function'.",
+        ),
         ({"text": "\ud83d"}, "whole characters in line 1 of"),
     ],
 )

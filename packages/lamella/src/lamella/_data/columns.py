@@ -18,8 +18,12 @@ _ROLES: Final[Mapping[str, str]] = {
     "system": "system",
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    "observation": "tool",
 }
 """Names of roles in lower case, ShareGPT's among them -> chat templates' names."""
+
+_CALL: Final = "function_call"
+"""The name of the assistant's calls of tools in ShareGPT's form, as LLaMA-Factory has them."""
 
 _LOSS_MARKS: Final[Mapping[str, tuple[object, ...]]] = {"weight": (None, 0, 1), "train": (None, False, True)}
 """Keys of a message, OpenAI's and axolotl's -> values: 0 and False take an answer out of the loss."""
@@ -90,9 +94,25 @@ def _check_characters(text: str, position: RecordPosition, columns: list[object]
 
 def _chat(name: str) -> Callable[[Fields, RecordPosition], Iterator[Part]]:
     def parse(fields: Fields, position: RecordPosition) -> Iterator[Part]:
-        yield _conversation(fields, _messages(fields[name], name, position), position)
+        yield _conversation(fields, _with_system(_messages(fields[name], name, position), fields, position), position)
 
     return parse
+
+
+def _with_system(messages: list[Fields], fields: Fields, position: RecordPosition) -> list[Fields]:
+    """Return messages behind that of the column `system`, unless they have one of their own."""
+    system = _text_under("system", fields, position)
+    if not system or any(_role(str(message["role"])) == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _text_under(name: str, fields: Fields, position: RecordPosition) -> str:
+    """Return the text in a column, empty for an absent one."""
+    text = fields.get(name, "")
+    if not isinstance(text, str):
+        raise ConfigError(f"Expected a text under {name!r} in {position}, got {kind_of(text)}.")
+    return text
 
 
 def _conversation(
@@ -137,13 +157,29 @@ def _message(message: object, name: str, position: RecordPosition) -> Fields:
     if isinstance(message, dict):
         if isinstance(message.get("role"), str) and ("content" in message or "tool_calls" in message):
             return message
-        if isinstance(role := message.get("from"), str) and isinstance(message.get("value"), str):
+        if isinstance(role := message.get("from"), str) and isinstance(text := message.get("value"), str):
             marks = {name: message[name] for name in _LOSS_MARKS if name in message}
-            return {"role": _role(role), "content": message["value"], **marks}
+            if role == _CALL:  # Under a role of that name no answer would be found: it would never be in the loss.
+                return {"role": "assistant", "content": "", "tool_calls": _calls(text, position), **marks}
+            return {"role": _role(role), "content": text, **marks}
     got = _keys(message) if isinstance(message, dict) else kind_of(message)
     raise ConfigError(
         f"Expected messages with 'role' and 'content', or 'from' and 'value', under {name!r} in {position}, got {got}."
     )
+
+
+def _calls(text: str, position: RecordPosition) -> list[Fields]:
+    """Return the calls of tools in the JSON of a call, or of a list of calls, as chat templates expect them."""
+    try:
+        calls = parse_json(text, is_line=True)
+    except ValueError as error:
+        raise ConfigError(f"Expected JSON in the text of {_CALL!r} in {position}, got {error}.") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            got = _keys(call) if isinstance(call, dict) else kind_of(call)
+            raise ConfigError(f"Expected a call's 'name' and 'arguments' under {_CALL!r} in {position}, got {got}.")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _role(name: str) -> str:
@@ -177,16 +213,12 @@ def _prompt_and_completion(fields: Fields, position: RecordPosition) -> Iterator
 
 def _instruction(fields: Fields, position: RecordPosition) -> Iterator[Part]:
     names = ("instruction", "input", "output", "system")
-    columns = [fields.get(name, "") for name in names]
-    for name, column in zip(names, columns, strict=True):
-        if not isinstance(column, str):
-            raise ConfigError(f"Expected a text under {name!r} in {position}, got {kind_of(column)}.")
+    instruction, context, output, system = (_text_under(name, fields, position) for name in names)
     if fields.get("history"):
         raise ConfigError(
             f"Expected no earlier turns under 'history' in {position}, got {kind_of(fields['history'])}. Write the "
             "turns as 'messages'."
         )
-    instruction, context, output, system = map(str, columns)
     yield Instruction(instruction, context, output, system, position)
 
 
