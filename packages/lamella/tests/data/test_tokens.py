@@ -288,6 +288,21 @@ def test_the_number_of_targets_of_a_step_is_the_sum_over_all_ranks(
         assert masked.num_targets(step) == sum(int((part != IGNORED).sum()) for part in parts) > 0
 
 
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_documents_whose_answers_are_cut_off_are_left_out_and_told(tmp_path: Path, packing: Packing) -> None:
+    form = TokenForm(packing=packing, loss_on="answers", sequence_length=16, has_answers=True)
+    cut, kept = ({"prompt": "abcdefgh" * repeats, "completion": "b"} for repeats in (20, 1))
+    data = written(tmp_path, form, [json.dumps(pair) for pair in (cut, kept, kept, cut)] * 20)
+    rows = data.sequences("train", 16)
+    assert isinstance(rows, DocumentRows)
+    lengths = rows.document_starts.diff()
+    num_cut, every = int((lengths > 16).sum()), torch.arange(len(rows))
+    assert num_cut > 9 and rows.tokens_a_sequence == float(lengths[lengths <= 16].sum()) / len(rows)
+    assert bool((rows.batch(every).targets >= 0).any(1).all())
+    assert int((rows.batch(every).targets >= 0).sum()) == rows.num_targets(every) == 2 * (len(lengths) - num_cut)
+    assert f"packing: {num_cut} documents have no answer within --sequence-length, and are left out" in data.lines(16)
+
+
 def test_text_that_does_not_fill_a_sequence_is_refused(tmp_path: Path) -> None:
     data = prepare_tokens(corpus(tmp_path, "a\nb"), 257, STREAM, tmp_path / "tokens", tmp_path / "model")
     with pytest.raises(ConfigError) as caught:

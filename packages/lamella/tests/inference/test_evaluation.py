@@ -146,7 +146,7 @@ def test_tasks_that_lm_eval_refuses_are_one_line(
         (["{exported}"], r"Expected --data or --tasks with '.*', which has no held-out text as a run has, got none\."),
         (["{run}", "--data", "absent"], r"Expected a text file or a folder as --data, got 'absent', which does not"),
         (["{run}", "--data", "{run}/empty.txt"], r"Expected text in .*empty.txt, got 1 files with no text in them\."),
-        (["{run}", "--data", "{run}/questions.jsonl"], r"Expected tokens of an answer in .*, got none in 1 seq"),
+        (["{run}", "--data", "{run}/questions.jsonl"], r"Expected tokens of an answer in .*, got none in the first 32"),
         (["{run}", "--limit", "3"], r"Expected --tasks with --limit, a number of documents of a task, got none\."),
         (["{run}", "--sequence-length", "9999"], r"Expected a --sequence-length of at most 2048, the positions that"),
         (["{run}", "--sequences", "0"], r"Expected --sequences to be an integer of at least 1, got '0'\."),

@@ -157,6 +157,20 @@ def test_a_sequence_longer_than_a_hundred_windows_is_filled(prepared: Config) ->
     assert window.start.num_sequences == 0
 
 
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_documents_whose_answers_are_cut_off_are_in_no_window(
+    prepared: Config, tmp_path: Path, packing: Packing
+) -> None:
+    prepare(prepared)
+    path = tmp_path / "pairs.jsonl"
+    pairs = [json.dumps({"prompt": "a" * length, "completion": "b"}) for length in (100, 10)]
+    path.write_text("\n".join(pairs * 20) + "\n", encoding="utf-8")
+    windows = epoch(reader(prepared, packing, 8, collect([str(path)], 0.1, streaming=True).streamed))
+    counts = [window.after.num_sequences - window.start.num_sequences for window in windows]
+    assert counts == [2 if packing == "documents" else 4] * 5
+    assert all(bool((rows(window) >= 0).any(1).all()) for window in windows)
+
+
 def test_long_text_without_targets_is_refused_before_its_end(prepared: Config, tmp_path: Path) -> None:
     prepare(prepared)
     path = tmp_path / "unanswered.jsonl"

@@ -161,7 +161,7 @@ class DocumentRows:
         tokens: (num_tokens,) int32: documents one after another. The first token of each is a complement: nothing
             before it predicts it.
         document_starts: (num_documents + 1,) int64, offsets into `tokens`.
-        documents: (num_packed,) int64, by rows.
+        documents: (num_packed,) int64, by rows: without those of rows without targets.
         row_starts: (num_rows + 1,) int64, offsets into `documents`.
         target_counts: (num_rows,) int32.
         sequence_length: The tokens of a row.
@@ -183,7 +183,7 @@ class DocumentRows:
     @property
     def tokens_a_sequence(self) -> float:
         """The mean number of tokens in a row, without padding."""
-        lengths = self.document_starts.diff().clamp(max=self.sequence_length)
+        lengths = self.document_starts.diff()[self.documents].clamp(max=self.sequence_length)
         return float(lengths.sum()) / max(1, len(self))
 
     def batch(self, indices: torch.Tensor) -> TokenBatch:

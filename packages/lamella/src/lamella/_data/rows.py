@@ -12,7 +12,9 @@ _PIECE_LENGTH: Final = 1 << 22
 
 
 def document_rows(tokens: torch.Tensor, starts: torch.Tensor, packing: Packing, sequence_length: int) -> DocumentRows:
-    """Return rows of documents.
+    """Return rows of documents, without rows in which no token is a target.
+
+    A step of such rows alone would change the weights, by their decay and the optimizer's momentum.
 
     Args:
         tokens: (num_tokens,) int32, as `DocumentRows` has them.
@@ -25,12 +27,14 @@ def document_rows(tokens: torch.Tensor, starts: torch.Tensor, packing: Packing, 
     stops = starts[:-1] + lengths.clamp(max=sequence_length)
     counts = num_targets_before(tokens, stops) - num_targets_before(tokens, starts[:-1])
     before = torch.cat([counts.new_zeros(1), counts[rows.documents].cumsum(0)])
+    target_counts, sizes = before[rows.starts].diff().int(), rows.starts.diff()
+    has_targets = target_counts > 0
     return DocumentRows(
         tokens=tokens,
         document_starts=starts,
-        documents=rows.documents,
-        row_starts=rows.starts,
-        target_counts=before[rows.starts].diff().int(),
+        documents=rows.documents[has_targets.repeat_interleave(sizes)],
+        row_starts=torch.cat([sizes.new_zeros(1), sizes[has_targets].cumsum(0)]),
+        target_counts=target_counts[has_targets],
         sequence_length=sequence_length,
         is_packed=packing == "documents",
     )

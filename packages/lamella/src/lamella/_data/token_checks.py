@@ -28,22 +28,24 @@ def check_tokens(tokens: TokenData, config: DataConfig) -> None:
 
 
 def _check_sequences(sequences: Sequences, purpose: str, flag: str, share: str) -> None:
-    _check_length(sequences, purpose, flag, share)
-    counts = sequences.target_counts
-    if counts is not None and not bool(counts.any()):
+    if (text := without_targets(sequences)) is not None:
         raise ConfigError(
-            f"Expected tokens of an answer to {purpose}, got none in {_described(sequences)}. Pass conversations "
-            f"with messages of the role 'assistant' as {flag}, a larger --sequence-length, or --loss-on all."
+            f"Expected tokens of an answer to {purpose}, got none in {text}. Pass conversations with messages of the "
+            f"role 'assistant' as {flag}, a larger --sequence-length, or --loss-on all."
         )
+    _check_length(sequences, purpose, flag, share)
 
 
-def _described(sequences: Sequences) -> str:
+def without_targets(sequences: Sequences) -> str | None:
+    """Return the text of sequences in words if no token in it is a target; None for others, and without text."""
+    counts = sequences.target_counts
+    if counts is None or bool(counts.any()):
+        return None
     if not isinstance(sequences, DocumentRows):
-        return f"{len(sequences):,} sequences"
-    lengths = sequences.document_starts.diff()
-    return (
-        f"the first {sequences.sequence_length:,} tokens of {len(lengths):,} documents of up to {int(lengths.max()):,}"
-    )
+        return f"{len(sequences):,} sequences" if len(sequences) else None
+    lengths, bound = sequences.document_starts.diff(), sequences.sequence_length
+    longest = int(lengths.max()) if len(lengths) else 0
+    return f"the first {bound:,} tokens of {len(lengths):,} documents of up to {longest:,}" if longest else None
 
 
 def _check_length(sequences: Sequences, purpose: str, flag: str, share: str) -> None:

@@ -174,6 +174,10 @@ def row_lines(rows: DocumentRows, topic: str) -> list[str]:
             f"{topic}: {num_longer:,} documents are truncated to {bound:,} tokens, {num_lost / num_tokens:.1%} of all "
             f"tokens are left out; --sequence-length {int(lengths.max())} keeps all"
         )
+    is_unanswered = lengths > bound
+    is_unanswered[rows.documents] = False
+    if num_unanswered := int(is_unanswered.sum()):
+        lines.append(f"{topic}: {num_unanswered:,} documents have no answer within --sequence-length, and are left out")
     return lines
 
 

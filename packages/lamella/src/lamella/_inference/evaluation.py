@@ -15,6 +15,7 @@ from lamella._data.order import validation_indices
 from lamella._data.search import Search, SourceScanner, description
 from lamella._data.sources import data_lines, text_source
 from lamella._data.text import Corpus
+from lamella._data.token_checks import without_targets
 from lamella._data.tokens import TokenData, load_tokens, prepare_tokens
 from lamella._inference.trained_model import TrainedModel
 from lamella._model.spec import check_context
@@ -93,16 +94,15 @@ def _count(trained: TrainedModel, options: EvaluationOptions, tokens: TokenData,
     """Return the number of sequences of a validation set that are evaluated."""
     length = options.sequence_length or _sequence_length(trained)
     sequences = tokens.sequences("validation", length, name)
+    if (got := without_targets(sequences)) is not None:
+        raise ConfigError(
+            f"Expected tokens of an answer in {text}, got none in {got}. Pass conversations with messages of the role "
+            "'assistant' as --data, or a larger --sequence-length."
+        )
     if not len(sequences):
         num_tokens = len(sequences.tokens) if isinstance(sequences, StreamSequences) else 0
         least, way_out = (2, "more text") if options.paths else (length + 1, "a smaller --sequence-length")
         raise ConfigError(f"Expected at least {least} tokens in {text}, got {num_tokens}. Pass {way_out}.")
-    counts = sequences.target_counts
-    if counts is not None and not bool(counts.any()):
-        raise ConfigError(
-            f"Expected tokens of an answer in {text}, got none in {len(sequences):,} sequences. Pass conversations "
-            "with messages of the role 'assistant' as --data, or a larger --sequence-length."
-        )
     at_most = options.num_sequences or _num_sequences(trained, options) or len(sequences)
     return len(validation_indices(sequences, at_most))
 
