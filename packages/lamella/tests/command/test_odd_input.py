@@ -109,7 +109,7 @@ def test_a_document_of_one_line_is_not_cut(refusal: Outcome, tmp_path: Path) -> 
         ('[parallel]\nfloat8_except = ["a\\u0000b"]', "Expected --float8-except without NUL characters, got ('a"),
         ("[parallel]\nfloat8_except = [[1]]", "Expected --float8-except to be a list of texts"),
         ("[optim]\nlr = 1979-05-27", "Expected --lr to be a number, got datetime.date(1979, 5, 27)."),
-        ("[optim]\nlr = inf", "Expected --lr above 0, got inf."),
+        ("[optim]\nlr = inf", "Expected --lr to be a finite number above 0, got inf."),
         ("[[optim]]\nsteps = 1", "Expected a table [optim] in "),
         ("[optim]\nlr = 1\nlr = 2", "Cannot overwrite a value"),
         ("[optim]\n" + "k" * 10_000 + " = 1", "Expected a field of [optim] in "),
@@ -126,7 +126,7 @@ def test_toml_that_is_odd_is_refused(refusal: Outcome, tmp_path: Path, text: str
     [
         (b"[" * 20_000, "got values that are nested too deeply."),
         (b'{"optim": {"lr": 1, "lr": 2}}', "got the key 'lr' twice."),
-        (b'{"optim": {"lr": NaN}}', "Expected --lr above 0, got nan."),
+        (b'{"optim": {"lr": NaN}}', "Expected --lr to be a finite number above 0, got nan."),
         (b'{"optim": {"lr": {}}}', "Expected --lr to be a number, got {}."),
         (b'{"optim": null}', "Expected a table [optim] in "),
         (b"[]", "Expected groups of settings in "),

@@ -76,7 +76,11 @@ def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
         (["--steps", "1.5"], "Expected --steps to be an integer, got '1.5'."),
         (["--steps", "0"], "Expected --steps of at least 1, got 0."),
         (["--lr", "fast"], "Expected --lr to be a number, got 'fast'."),
-        (["--lr", "nan"], "Expected --lr above 0, got nan."),
+        (["--lr", "nan"], "Expected --lr to be a finite number above 0, got nan."),
+        (["--steps", f"-{10**400}"], f"Expected --steps of at least 1, got -1{'0' * 78}...."),
+        (["--lr", "inf"], "Expected --lr to be a finite number above 0, got inf."),
+        (["--clip-norm", "nan"], "Expected --clip-norm above 0, got nan."),
+        (["--clip-norm=-inf"], "Expected --clip-norm above 0, got -inf."),
         (["--validation-fraction", "1"], "Expected --validation-fraction above 0 and below 1, got 1.0."),
         (["--device", "tpu"], "Expected --device to be one of 'auto', 'cpu', 'cuda', got 'tpu'."),
         (["--vocab-size", "256"], "Expected --vocab-size of at least 257, got 256."),
@@ -140,7 +144,8 @@ def test_a_missing_file_is_refused() -> None:
 
 
 def test_the_printed_settings_can_be_read_back(tmp_path: Path) -> None:
-    config = config_of("--ranks", "3", "--data", 'a "quoted" path', "\U0001f999 \x7f", "--lr", "1e-7", "--no-resume")
+    texts = ("--data", 'a "quoted" path', "\U0001f999 \x7f")
+    config = config_of("--ranks", "3", *texts, "--lr", "1e-7", "--clip-norm", "inf", "--no-resume")
     path = tmp_path / "run.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert resolve(read_file(str(path))) == config

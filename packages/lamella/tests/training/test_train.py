@@ -62,6 +62,18 @@ def test_microbatches_add_up_to_the_batch(config: Config, exact: Run, train: Tra
     assert train(split, 2).losses == pytest.approx(exact.losses, rel=1e-5)
 
 
+def test_an_infinite_norm_to_clip_to_leaves_the_gradients(config: Config, train: TrainOn) -> None:
+    runs = [
+        train(replace(in_folder(config, name), optim=replace(config.optim, clip_norm=clip_norm)), 1)
+        for name, clip_norm in (("large", 1e9), ("infinite", math.inf))
+    ]
+    assert runs[0].losses == runs[1].losses
+    norms = [
+        [record.grad_norm for record in read(run.directory.metrics) if isinstance(record, StepRecord)] for run in runs
+    ]
+    assert norms[0] == norms[1] and len(norms[0]) == 6
+
+
 def test_the_first_loss_is_that_of_guessing(exact: Run) -> None:
     assert exact.losses[1] == pytest.approx(math.log(300), rel=0.02)
     metrics = json.loads((exact.directory.model / "config.json").read_text())

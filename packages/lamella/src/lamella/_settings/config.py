@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -133,5 +134,7 @@ def _table(group: str, values: Mapping[str, object]) -> str:
 
 
 def _literal(value: object) -> str:
-    # JSON strings, numbers, booleans and lists of strings are valid TOML too, but JSON's surrogate pairs, and DEL.
+    # JSON strings, numbers, booleans and lists of strings are valid TOML too, but JSON's surrogate pairs, DEL and inf.
+    if value == math.inf:
+        return "inf"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")

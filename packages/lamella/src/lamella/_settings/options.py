@@ -32,7 +32,8 @@ class ConfigError(ValueError):
 class Option:
     """A field's help, its command-line name if different from the field's name, and the bounds of its value.
 
-    `metavar` stands for a text in the help; without it, the option's name does, and PATH in a list.
+    `metavar` stands for a text in the help; without it, the option's name does, and PATH in a list. A value is finite
+    unless `may_be_infinite`.
     """
 
     help: str
@@ -41,6 +42,7 @@ class Option:
     at_least: float | None = None
     above: float | None = None
     below: float | None = None
+    may_be_infinite: bool = False
 
     def bounds(self) -> str:
         """Return the bounds in words, or an empty string."""
@@ -48,9 +50,9 @@ class Option:
         return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
 
     def admits(self, value: float) -> bool:
-        """True for finite values within the bounds; integers fit into 64 bits, as they must in tensors and files."""
+        """True for values within the bounds; integers fit into 64 bits, as they must in tensors and files."""
         return (
-            (abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value))
+            (abs(value) <= LARGEST if isinstance(value, int) else self.may_be_infinite or math.isfinite(value))
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
@@ -96,9 +98,11 @@ def _check(value: object, field: Field) -> None:
     if not _is_kind(value, field.kind):
         raise ConfigError(f"Expected {field.flag} to be {describe(field.kind)}, got {shown(value)}.")
     if isinstance(value, int | float) and not isinstance(value, bool) and not field.option.admits(value):
-        bounds = field.option.bounds() or "to be finite"
+        bounds = field.option.bounds()
         if isinstance(value, int) and value > LARGEST:
             bounds = f"of at most {LARGEST}"
+        elif isinstance(value, float) and not field.option.may_be_infinite and not math.isfinite(value):
+            bounds = f"to be a finite number {bounds}".rstrip()
         raise ConfigError(f"Expected {field.flag} {bounds}, got {shown(value)}.")
     if value == "" and field.option.metavar == "FOLDER":  # else an unset variable would name the current folder
         raise ConfigError(f"Expected {field.flag} to be a folder, got ''. Leave it out for the default.")

@@ -194,7 +194,9 @@ class OptimConfig:
     beta1: Annotated[float, Option("AdamW's first beta.", at_least=0, below=1)] = 0.9
     beta2: Annotated[float, Option("AdamW's second beta.", at_least=0, below=1)] = 0.95
     eps: Annotated[float, Option("AdamW's epsilon.", above=0)] = 1e-8
-    clip_norm: Annotated[float, Option("Gradients are scaled down to this norm.", above=0)] = 1.0
+    clip_norm: Annotated[
+        float, Option("Gradients are scaled down to this norm; inf leaves them.", above=0, may_be_infinite=True)
+    ] = 1.0
 
     @property
     def num_warmup_steps(self) -> int:
