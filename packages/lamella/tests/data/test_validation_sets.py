@@ -104,10 +104,10 @@ def test_changed_validation_text_or_names_are_refused_on_resume(
     train(config, 1)
     more = replace(config, optim=replace(config.optim, steps=8))
     assert prepare(more).first_step == 6
-    with pytest.raises(ConfigError, match="Pass the same --data and --validation-data"):
+    with pytest.raises(ConfigError, match="Pass the same --data, --validation-data and"):
         prepare(validated_on(more, sets[0], sets[1].replace("code=", "source=")))
     words(tmp_path / "c.txt", "yield")
-    with pytest.raises(ConfigError, match="Pass the same --data and --validation-data"):
+    with pytest.raises(ConfigError, match="Pass the same --data, --validation-data and"):
         prepare(more)
 
 

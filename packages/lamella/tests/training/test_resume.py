@@ -135,6 +135,12 @@ def test_resuming_with_another_packing_is_refused(config: Config, finished: RunD
     assert expected + "value of --packing, or another --run-dir." in refusal(changed)
 
 
+def test_resuming_with_another_held_out_share_is_refused_by_its_option(config: Config, finished: RunDirectory) -> None:
+    changed = longer(config)
+    changed = replace(changed, data=replace(changed.data, validation_fraction=0.1))
+    assert "Pass the same --data, --validation-data and --validation-fraction, and the same" in refusal(changed)
+
+
 def test_a_resumed_run_reports_dropped_lines_of_its_metrics(
     config: Config, finished: RunDirectory, train: TrainOn
 ) -> None:

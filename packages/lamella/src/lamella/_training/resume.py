@@ -170,9 +170,9 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
     _check_optimizer_options(stored, stream)
     if stored.get("fingerprint") != text:
         raise ConfigError(
-            "Expected the text that the run to be resumed was started on, got another. "
-            "Pass the same --data and --validation-data, and the same tokenizer and chat template in --model, "
-            "to the version of lamella that began the run; or another --run-dir."
+            "Expected the text that the run to be resumed was started on, got another. Pass the same --data, "
+            "--validation-data and --validation-fraction, and the same tokenizer and chat template in --model, to the "
+            "version of lamella that began the run; or another --run-dir."
         )
 
 
