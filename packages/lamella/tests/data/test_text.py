@@ -110,6 +110,8 @@ def test_binaries_and_hidden_folders_are_skipped_and_counted(tmp_path: Path) -> 
 def test_no_path_no_text_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'absent', which does not exist"):
         collect(["absent"], 0.1)
+    with pytest.raises(ConfigError, match=r"'a/\*\.jsonl', which does not exist\. Leave out the quotes, for the sh"):
+        collect(["a/*.jsonl"], 0.1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="Expected text in .*empty, got 0 files"):
         collect([str(tmp_path / "empty")], 0.1)

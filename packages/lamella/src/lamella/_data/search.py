@@ -1,5 +1,6 @@
 """The search for the files of a text: folders are walked in the order of names, and no file is found twice."""
 
+import glob
 import os
 import re
 import stat
@@ -212,8 +213,12 @@ def _named(path: Path, flag: str, scanner: Scanner[F]) -> F:
     try:
         kind = path.stat().st_mode
     except FileNotFoundError:
+        is_pattern = glob.has_magic(str(path))
+        way_out = (
+            " Leave out the quotes, for the shell to expand the pattern, or name the folder." if is_pattern else ""
+        )
         raise ConfigError(
-            f"Expected a text file or a folder as {flag}, got {str(path)!r}, which does not exist."
+            f"Expected a text file or a folder as {flag}, got {str(path)!r}, which does not exist.{way_out}"
         ) from None
     except OSError as error:
         raise unreadable(path, error) from error
