@@ -179,8 +179,10 @@ def explain_undeclared(module: nn.Module, *_: object) -> None:
     error, state = sys.exc_info()[1], find_state(module)
     if error is None or state is None or "mixed torch.Tensor and DTensor" not in str(error):
         return
-    own = state.acting.unit.parameters
-    freed = [clean_name(name) for name, p in module.named_parameters() if _is_at_rest(p) and own.holds_any({id(p)})]
+    parameters = state.acting.unit.parameters
+    freed = [
+        clean_name(name) for name, p in module.named_parameters() if _is_at_rest(p) and parameters.holds_any({id(p)})
+    ]
     reader, names = _undeclared(module, _running_modules(error))
     if freed:
         error.add_note(

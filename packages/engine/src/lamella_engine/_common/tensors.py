@@ -81,12 +81,12 @@ def write_back(copied: Sequence[Copied]) -> list[Any]:
     """
     written: dict[int, Any] = {}
     for container, items, changed, items_of_copy, form in reversed(copied):  # copies of copies first
-        now, form_now = cast(tuple[Sequence[Any], Any], _open(changed))
-        if form_now == form and len(now) == len(items_of_copy) and all(map(is_, now, items_of_copy)):
+        items_after, form_after = cast(tuple[Sequence[Any], Any], _open(changed))
+        if form_after == form and len(items_after) == len(items_of_copy) and all(map(is_, items_after, items_of_copy)):
             continue
-        own = dict(zip(map(id, items_of_copy), items, strict=True))
-        written.update((id(item), item) for item in now if id(item) not in own)
-        _fill(container, [own.get(id(item), item) for item in now], form_now)
+        originals = dict(zip(map(id, items_of_copy), items, strict=True))
+        written.update((id(item), item) for item in items_after if id(item) not in originals)
+        _fill(container, [originals.get(id(item), item) for item in items_after], form_after)
     return list(written.values())
 
 
@@ -186,9 +186,9 @@ def _copy(node: Any, items: list[Any], form: Any) -> Any:
 def _fill(node: Any, items: Sequence[Any], form: Any) -> None:
     """Replace the items of a container in place."""
     if isinstance(form, pytree.TreeSpec):
-        made = pytree.tree_unflatten(items, form)
-        getattr(node, "__dict__", {}).update(getattr(made, "__dict__", {}))
-        items, form = (list(made.values()), list(made)) if isinstance(node, dict) else (items, None)
+        refilled = pytree.tree_unflatten(items, form)
+        getattr(node, "__dict__", {}).update(getattr(refilled, "__dict__", {}))
+        items, form = (list(refilled.values()), list(refilled)) if isinstance(node, dict) else (items, None)
     elif _is_record(node):
         for name, item in zip(form, items, strict=True):
             object.__setattr__(node, name, item)  # past a frozen dataclass's own __setattr__
