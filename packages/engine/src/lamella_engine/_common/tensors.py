@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -159,8 +160,12 @@ def _open(node: Any) -> tuple[Sequence[Any], Any] | None:
     if not pytree.tree_is_leaf(node):
         # One level, so that lists further in are copied, and written back, by themselves. Of other classes all levels:
         # they may make new lists each time that they are asked for their items.
-        has_items = isinstance(node, (tuple, deque, *_BASES))
-        return pytree.tree_flatten(node, is_leaf=(lambda child: child is not node) if has_items else None)
+        if not isinstance(node, (tuple, deque, *_BASES)):
+            return pytree.tree_flatten(node)
+        # Asked for the node first. A closure over the node would keep its tensors until Python collects cycles: torch's
+        # function makes one.
+        is_leaf = chain((False,), repeat(True))
+        return pytree.tree_flatten(node, is_leaf=lambda _: next(is_leaf))
     if _is_record(node):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]  # some may be unset
         return [getattr(node, name) for name in names], names
