@@ -32,6 +32,7 @@ HOLDERS = {
     "`DTensor`": DTensor,
     "`DeviceMesh`": DeviceMesh,
     "`Module`": nn.Module(),
+    "`Node`": torch.ones(1, requires_grad=True).exp().grad_fn,
     "`OpOverload`": torch.ops.aten.add.Tensor,
     "`Optimizer`": torch.optim.SGD([WEIGHT], lr=0.1),
     "`Parameter`": nn.Parameter(torch.zeros(1).as_subclass(Subclass)),

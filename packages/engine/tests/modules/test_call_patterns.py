@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine.extending import map_tensors, tensors_in
 from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
 
@@ -610,6 +613,13 @@ def _move_on(queue: list[torch.Tensor], x: torch.Tensor) -> None:
 
 
 Writes = tuple[Callable[[torch.Tensor], Any], Callable[[Any, torch.Tensor], None], Callable[[Any], torch.Tensor]]
+
+
+def _in_order(tensors: set[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a set by their sums: the order of a set is another in each process, and so is a sum's rounding."""
+    return sorted(tensors, key=lambda tensor: float(tensor.detach().sum()))
+
+
 WRITES: dict[str, Writes] = {
     "list": (lambda x: [x], list.append, lambda nest: nest[-1]),
     "list with an item removed": (lambda x: [x / 2, x], _move_on, lambda nest: nest[-1]),
@@ -632,7 +642,7 @@ WRITES: dict[str, Writes] = {
         lambda nest: nest["x"][-1],
     ),
     "deque": (lambda x: deque([x]), lambda nest, x: nest.append(x), lambda nest: nest[-1]),
-    "set": (lambda x: {x}, lambda nest, x: nest.add(x), lambda nest: torch.stack(list(nest)).sum(0)),
+    "set": (lambda x: {x}, lambda nest, x: nest.add(x), lambda nest: torch.stack(_in_order(nest)).sum(0)),
     "dataclass": (lambda x: _Features(x, []), _replace, lambda nest: nest.hidden + sum(nest.noted)),
     "registered dataclass": (
         lambda x: _RegisteredFeatures(x, []),
@@ -660,6 +670,23 @@ def _writing(make: Callable[[torch.Tensor], Any], write: Any, read: Any) -> type
             return head
 
     return WritingNet
+
+
+@pytest.mark.parametrize(
+    "container", [lambda x: _ModelOutput(x=x), lambda x: {"x": x}, lambda x: deque([x]), lambda x: _Cache(x)]
+)
+def test_no_tensor_of_a_container_waits_for_the_garbage_collector(container: Callable[..., Any]) -> None:
+    gc.disable()
+    try:
+        tensor = torch.ones(2)
+        alive = weakref.ref(tensor)
+        nest = container(tensor)
+        tensors_in(nest)
+        map_tensors(torch.neg, nest, [])
+        del tensor, nest
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_container_that_a_unit_writes_into_gets_what_was_written() -> None:
@@ -839,7 +866,7 @@ class _Notes:
 
 
 class _Noting(Residual):
-    """Leaves a computed tensor in the notes, beside its outputs."""
+    """Leaves a tensor computed from its output in the notes."""
 
     def __init__(self, dim: int = 7) -> None:
         super().__init__(dim)
@@ -847,13 +874,57 @@ class _Noting(Residual):
 
     def forward(self, x: torch.Tensor, notes: _Notes) -> torch.Tensor:  # type: ignore[override]
         x = super().forward(x)
-        notes.tensors.append(self.side(x))
+        notes.tensors.append(self.side_of(x))
         return x
+
+    def side_of(self, x: torch.Tensor) -> torch.Tensor:
+        side: torch.Tensor = self.side(x)
+        return side
+
+
+class _NotingTwice(_Noting):
+    """The noted tensor's weight is used in the output too: its gradient is not there when the first part is made."""
+
+    def side_of(self, x: torch.Tensor) -> torch.Tensor:
+        side: torch.Tensor = super().side_of(x) + self.up(x).sum()
+        return side
+
+
+class _Product(torch.autograd.Function):
+    """A product that keeps its weight past autograd's saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient @ ctx.weight.t(), ctx.x.t() @ gradient
+
+
+class _NotingProduct(_Noting):
+    def side_of(self, x: torch.Tensor) -> torch.Tensor:
+        side: torch.Tensor = _Product.apply(x, self.side.weight)  # type: ignore[no-untyped-call]
+        return side
+
+
+class _Observing(Residual):
+    """Leaves a tensor computed from its input last, by a weight of the output, in an attribute and in the notes."""
+
+    def forward(self, x: torch.Tensor, notes: _Notes) -> torch.Tensor:  # type: ignore[override]
+        out = super().forward(x)
+        self.loss = self.up(x).square().mean(0)
+        notes.tensors.append(self.loss[:7])
+        return out
 
 
 class _NotingNet(Net):
+    block: type[nn.Module] = _Noting
+
     def make_layer(self, dim: int) -> nn.Module:
-        return _Noting(dim)
+        layer: nn.Module = self.block(dim)
+        return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -864,8 +935,26 @@ class _NotingNet(Net):
         return head
 
 
-def test_a_tensor_that_reaches_the_loss_past_a_units_outputs_makes_no_wrong_gradients() -> None:
+def test_a_tensor_that_a_unit_computes_last_may_reach_the_loss_past_its_outputs() -> None:
+    """Autograd would run the tensor's node before the output's, for which the unit's parameters are gathered."""
+
+    class ObservingNet(_NotingNet):
+        block = _Observing
+
+    def check() -> None:
+        assert_trains_alike(*twins(ObservingNet), mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)
+
+
+def test_a_tensor_computed_from_a_units_output_past_it_makes_no_wrong_gradients() -> None:
     """The noted tensor's backward runs before the unit's: after a gather, parameters are allocated and unfilled."""
+
+    class NotingTwiceNet(_NotingNet):
+        block = _NotingTwice
+
+    class NotingProductNet(_NotingNet):
+        block = _NotingProduct
 
     def with_frozen_sides() -> _NotingNet:
         model = _NotingNet()
@@ -875,10 +964,12 @@ def test_a_tensor_that_reaches_the_loss_past_a_units_outputs_makes_no_wrong_grad
 
     def check() -> None:
         for make, message in (
-            (_NotingNet, "before its backward begins"),
+            (_NotingNet, "modified by an inplace operation"),
+            (NotingTwiceNet, "modified by an inplace operation"),
             (with_frozen_sides, "modified by an inplace operation"),
+            (NotingProductNet, "before its backward begins"),
         ):
-            with case(message):
+            with case(f"{make.__name__}, {message}"):
                 _, model = twins(make)
                 with pytest.raises(RuntimeError, match=message):
                     model(X).square().mean().backward()
@@ -915,7 +1006,7 @@ def test_a_backward_that_runs_beside_its_prefetched_gather_is_refused() -> None:
         _, model = twins(_HandingOverNet)
         root: Any = model
         root.set_modules_to_backward_prefetch([root.layers[2]])
-        with pytest.raises(RuntimeError, match=r"Expected no gradient of 'layers\.2' before its backward begins"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(X).square().mean().backward()
         pair = twins(_HandingOverNet, shard_on(reshard_after_forward=False))
         assert_trains_alike(*pair, mean_square(lambda model: model(X)))

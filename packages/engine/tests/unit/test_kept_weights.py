@@ -75,7 +75,7 @@ def test_weights_written_by_hand_are_seen_after_mark_updated() -> None:
     def check() -> None:
         reference, sharded = twins(Net, _shard_and_keep)
         for model in (reference, sharded):
-            parameters = list(model.parameters())
+            parameters: list[torch.Tensor] = list(model.parameters())
             _looks_without_gradients(model)
             with torch.no_grad():
                 torch._foreach_mul_(parameters, 0.5)  # as `AveragedModel`, past the counters of DTensors

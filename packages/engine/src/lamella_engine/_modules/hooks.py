@@ -229,6 +229,10 @@ def _watch_outputs(state: FSDPState, output: object) -> bool:
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     for tensor in outputs:  # by these hooks the graph holds the state: a reference back would keep activations
         tensor.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
+        if (node := tensor.grad_fn) is not None:
+            # Autograd runs the node with the highest number first. A tensor that forward computed last, and kept in an
+            # attribute or a list, would else come before its outputs, and read parameters that no hook has gathered.
+            node._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
         if tensor._base is not None:
             _watch_base(state, tensor, tensor._base)
     return bool(outputs) or not hides_tensors(output)

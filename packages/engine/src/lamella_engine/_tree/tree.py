@@ -361,7 +361,7 @@ class Tree:
             for other in prefetched:
                 with label(f"backward_prefetch for {other.parameters.name}"):
                     other.weights.unshard(other.direction_in_backward)
-                other.weights.forbid_frozen()  # autograd may run kernels of the unit before its wait
+                other.weights.forbid_reads()  # autograd may run kernels of the unit before its wait
             weights.wait_for_unshard()
 
     def _begin_backward_pass(self) -> None:

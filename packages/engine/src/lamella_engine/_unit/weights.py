@@ -106,7 +106,7 @@ class UnitWeights:
         # From the start of a gather to the wait for it. `_finish_gather` clears it last, so an interrupt between any
         # two lines leaves a gather to wait for, and no buffer that looks filled.
         self._gather: _Gather | None = None
-        # Counters of frozen parameters, saved by `forbid_frozen` in backward, until the gather is waited for.
+        # Counters of parameters, saved by `forbid_reads` in backward, until the gather is waited for.
         self._forbidden: _unsafe_preserve_version_counter | None = None
         # For streams that use the weights after another stream has waited. Stays when the weights go: an event holds
         # no memory.
@@ -256,18 +256,17 @@ class UnitWeights:
                 raise
             self._gather = _Gather(pending, stream.record_event())
 
-    def forbid_frozen(self) -> None:
-        """Let autograd refuse frozen parameters as modified in place, until a gather in flight is waited for.
+    def forbid_reads(self) -> None:
+        """Let autograd refuse the unit's parameters as modified in place, until a gather in flight is waited for.
 
-        Early use of trainable parameters leaves a gradient, which `Unit.check_not_begun` finds.
+        A kernel that read them so early would compute with memory that the gather has not filled. Functions that keep a
+        parameter past autograd's saved tensors are not refused so: `Unit.check_not_begun` finds their gradient.
         """
-        if self._gather is None or self._forbidden is not None:
-            return
-        frozen = tuple([p.unsharded for group in self.parameters.groups for p in group.parameters if not p.trains])
-        if frozen:
+        if self._gather is not None and self._forbidden is None:
+            parameters = tuple([p.unsharded for group in self.parameters.groups for p in group.parameters])
             # Saves the counters now and restores them at exit: a counter left ahead would fail the right backward too.
-            self._forbidden = _unsafe_preserve_version_counter(frozen)
-            increment_version(frozen)
+            self._forbidden = _unsafe_preserve_version_counter(parameters)
+            increment_version(parameters)
 
     def wait_for_unshard(self) -> None:
         """Order the compute stream after the gather, and make the modules hold the unsharded parameters.
