@@ -8,7 +8,6 @@ from enum import Enum
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
 from lamella_buffers import Done, Pending, all_gather
@@ -106,8 +105,8 @@ class UnitWeights:
         # From the start of a gather to the wait for it. `_finish_gather` clears it last, so an interrupt between any
         # two lines leaves a gather to wait for, and no buffer that looks filled.
         self._gather: _Gather | None = None
-        # Counters of parameters, saved by `forbid_reads` in backward, until the gather is waited for.
-        self._forbidden: _unsafe_preserve_version_counter | None = None
+        # Parameters and their counters, from `forbid_reads` in backward until the gather is waited for.
+        self._forbidden: tuple[tuple[torch.Tensor, ...], tuple[int, ...]] | None = None
         # For streams that use the weights after another stream has waited. Stays when the weights go: an event holds
         # no memory.
         self._gathered: torch.Event | None = None
@@ -264,9 +263,14 @@ class UnitWeights:
         """
         if self._gather is not None and self._forbidden is None:
             parameters = tuple([p.unsharded for group in self.parameters.groups for p in group.parameters])
-            # Saves the counters now and restores them at exit: a counter left ahead would fail the right backward too.
-            self._forbidden = _unsafe_preserve_version_counter(parameters)
+            self._forbidden = parameters, tuple([parameter._version for parameter in parameters])
             increment_version(parameters)
+
+    def _allow_reads(self) -> None:
+        """Restore the counters that `forbid_reads` has advanced: left ahead, they would fail the right backward too."""
+        if self._forbidden is not None:
+            torch._C._autograd._unsafe_set_version_counter(*self._forbidden)
+            self._forbidden = None
 
     def wait_for_unshard(self) -> None:
         """Order the compute stream after the gather, and make the modules hold the unsharded parameters.
@@ -295,9 +299,7 @@ class UnitWeights:
         assert self._gather is not None
         streams = self.parameters.context.streams
         pending, event = self._gather.pending, self._gather.event
-        if self._forbidden is not None:
-            self._forbidden.__exit__(None, None, None)  # graphs of the forward saved the counters from before
-            self._forbidden = None
+        self._allow_reads()
         self.early = None
         if pending:  # gloo copies results into place now: on the stream that allocated the memory
             with streams.on(streams.all_gather_stream):
@@ -420,9 +422,7 @@ class UnitWeights:
         self._readers.clear()
         self.expect_update()  # No end of a pass has noted versions: a write from now on would not be seen.
         self.versions_at_rest = None
-        if self._forbidden is not None:
-            self._forbidden.__exit__(None, None, None)
-            self._forbidden = None
+        self._allow_reads()
         if self.residency is not Residency.SHARDED and self.parameters.strategy.keeps_copy:
             if self._gather is not None:
                 self._finish_gather()
