@@ -14,7 +14,7 @@ from lamella_buffers import Done, Pending, all_gather
 from lamella_engine._common.labels import label
 from lamella_engine._parameters.group import ParameterGroup, by_axes
 from lamella_engine._parameters.new_group import split_extended
-from lamella_engine._parameters.sharded_parameter import LostChange, has_assigned_data, report_lost
+from lamella_engine._parameters.sharded_parameter import LostChange, attributes_alone, has_assigned_data, report_lost
 from lamella_engine._parameters.ties import merge_tied
 from lamella_engine._scaling.events import WeightsChange
 from lamella_engine._streams.context import PassPhase
@@ -263,7 +263,8 @@ class UnitWeights:
         """
         if self._gather is not None and self._forbidden is None:
             parameters = tuple([p.unsharded for group in self.parameters.groups for p in group.parameters])
-            self._forbidden = parameters, tuple([parameter._version for parameter in parameters])
+            with attributes_alone():
+                self._forbidden = parameters, tuple([parameter._version for parameter in parameters])
             increment_version(parameters)
 
     def _allow_reads(self) -> None:
