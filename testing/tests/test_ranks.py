@@ -240,7 +240,7 @@ def test_a_missing_gpu_is_an_error_and_never_a_skip() -> None:
 
 
 def test_ranks_share_gpus_only_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamella_testing._ranks._num_visible_gpus", lambda: 1)
+    monkeypatch.setattr("lamella_testing._ranks.num_visible_gpus", lambda: 1)
     with pytest.raises(RuntimeError, match="at least 2 visible GPUs for 2 ranks with 1 a GPU, got 1"):
         check_parent(2, "cuda")
     monkeypatch.setenv("LAMELLA_RANKS_PER_GPU", "2")

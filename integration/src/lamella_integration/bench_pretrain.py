@@ -107,7 +107,7 @@ def command(variant: str, options: argparse.Namespace) -> list[str]:
 def parsed(variant: str, output: str, num_skipped: int) -> PretrainRow:
     """Return the row of a program's output. Raises RuntimeError if it logged too few steps."""
     steps = [(float(ms), float(loss)) for _, ms, loss in _LOGGED.findall(output)]
-    memory = re.search(re.escape(MEMORY) + r"(\[.*\])", output)
+    memory = re.search(re.escape(MEMORY) + r"(\[[^]]*\])", output)
     if len(steps) <= num_skipped or memory is None:
         last_lines = "\n    ".join(output.splitlines()[-25:])
         raise RuntimeError(f"Expected more than {num_skipped} logged steps and a peak, got {len(steps)}: {last_lines}")

@@ -363,7 +363,7 @@ def test_the_reduce_dtype_stays_when_the_model_is_cast(api: Api) -> None:
         model.to(FP32)
         with CollectiveCounter() as counter:
             model(inputs()).sum().backward()
-        assert {call.dtype for call in counter.calls if call.kind == "reduce_scatter"} == {BF16}
+        assert {call.dtype for call in counter.reductions} == {BF16}
         assert {gradient_of(parameter).dtype for parameter in model.parameters()} == {FP32}
 
     on_ranks(scenario)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdp2_models import Api, Block, Stack, Where, assert_all_sharded, inputs, on_ranks, shard
 from test_fsdp2_extensions import Rounded
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed import _composable_state
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPModState, _FSDPRefType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -30,7 +30,7 @@ def test_torchs_own_function_finds_the_state_of_a_unit_and_none_elsewhere(api: A
 def test_transformer_engines_search_finds_the_closest_unit_around_a_module(api: Api) -> None:
     def scenario() -> None:
         model = shard(api, Stack())
-        around = [unit for unit in _module_state_mapping if model.blocks[1].up in unit.modules()]
+        around = [unit for unit in _composable_state._module_state_mapping if model.blocks[1].up in unit.modules()]
         closest: Any = min(around, key=lambda unit: len(list(unit.modules())))
         assert closest is model.blocks[1]
         assert closest._get_fsdp_state() is api.fully_shard.state(model.blocks[1])
@@ -40,12 +40,12 @@ def test_transformer_engines_search_finds_the_closest_unit_around_a_module(api: 
 
 def test_a_deleted_model_leaves_no_state_behind(api: Api) -> None:
     def scenario() -> None:
-        before = len(_module_state_mapping)
+        before = len(_composable_state._module_state_mapping)
         model = shard(api, Stack())
-        assert len(_module_state_mapping) == before + 4
+        assert len(_composable_state._module_state_mapping) == before + 4
         del model
         if api.__name__ == "lamella_engine":  # FSDP2's wait for the cyclic collector
-            assert len(_module_state_mapping) == before
+            assert len(_composable_state._module_state_mapping) == before
 
     on_ranks(scenario, 1)
 
@@ -108,7 +108,11 @@ class Watching(Rounded):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        (unit,) = [unit for unit in _module_state_mapping if isinstance(unit, Block) and module in unit.modules()]
+        (unit,) = [
+            unit
+            for unit in _composable_state._module_state_mapping
+            if isinstance(unit, Block) and module in unit.modules()
+        ]
         received_unit: Any = unit
         group = received_unit._get_fsdp_state()._fsdp_param_group
         is_backward = group._training_state is TrainingState.PRE_BACKWARD

@@ -6,17 +6,20 @@ import warnings
 import torch
 from torch import nn
 
-from lamella_testing._ranks import start_autograd
+from lamella_testing._ranks import num_visible_gpus, start_autograd
 
 
 @functools.cache
 def load_compiler() -> None:
     """Compile a small module on the CPU, so that ranks forked later inherit the compiler's modules: two seconds each.
 
-    For tests without GPUs: the compiler's look at devices could initialise CUDA, and forked ranks could not use GPUs.
+    With visible GPUs nothing is compiled, and every rank loads the compiler: a backward here would start autograd's
+    threads for the GPUs, after which no rank could be forked.
 
     Effects: once a process, imports two hundred modules of torch.
     """
+    if num_visible_gpus():
+        return
     start_autograd()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about the compiler's imports

@@ -166,7 +166,7 @@ def start_autograd() -> None:
 
     The first backward of a process starts a thread for each device, and since torch 2.15 FakeTensorMode feigns eight.
     """
-    if not _num_visible_gpus():
+    if not num_visible_gpus():
         torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
@@ -183,7 +183,7 @@ def _check_gpus(num_ranks: int) -> None:
             "Move the GPU work of the parent into `run_ranks(..., num_ranks=1, device='cuda')`. The import of "
             "torchao or flash-linear-attention is such work, and transformers imports them where they are installed."
         )
-    num_gpus, shared = _num_visible_gpus(), ranks_per_gpu()
+    num_gpus, shared = num_visible_gpus(), ranks_per_gpu()
     if num_gpus * shared < num_ranks:
         raise RuntimeError(
             f"Expected at least {-(-num_ranks // shared)} visible GPUs for {num_ranks} ranks with "
@@ -197,7 +197,7 @@ def ranks_per_gpu() -> int:
     return int(os.environ.get(RANKS_PER_GPU, "1"))
 
 
-def _num_visible_gpus() -> int:
+def num_visible_gpus() -> int:
     # Counted in a child: without NVML, counting initialises the CUDA driver, and later forks could not use the GPUs.
     receiver, sender = _FORK.Pipe(duplex=False)
     process = _fork(lambda: sender.send(torch.cuda.device_count()))
