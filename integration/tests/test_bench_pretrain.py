@@ -18,6 +18,10 @@ def test_a_benchmark_row_has_all_losses_and_the_median_time_of_unskipped_steps()
     assert row.losses == (7, 6, 5, 4)
 
 
+def test_another_ranks_words_on_the_line_of_the_peak_are_no_part_of_the_peak() -> None:
+    assert parsed("ddp", OUTPUT + "peak memory: [1.5, 2.25][rank1]:[W1130] a warning\n", 1).reserved_gib == 2.25
+
+
 def test_a_program_that_logged_too_little_is_an_error_with_its_last_lines() -> None:
     with pytest.raises(RuntimeError, match=r"more than 4 logged steps and a peak, got 4: .*grad norm"):
         parsed("ddp", OUTPUT, 4)
