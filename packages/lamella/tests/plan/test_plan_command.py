@@ -83,6 +83,17 @@ def test_lamella_plan_refuses_unusable_options_in_one_line(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "4"]])
+def test_a_profile_of_another_number_of_ranks_is_refused(
+    model: Path, tmp_path: Path, ranks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [], "distributedInfo": {"rank": 0, "world_size": 2}}))
+    assert main(["plan", str(model), *ranks, "--calibrate", str(trace)]) == 2
+    number = ranks[-1] if ranks else "8"
+    assert f"which had 2 by {str(trace)!r}, got --ranks {number}. Pass --ranks 2." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -13,7 +13,7 @@ from lamella._plan.recorded_works import RecordedWorks, record_works
 from lamella._plan.step_plan import StepPlan, plan_of
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
-from lamella_trace import read_trace
+from lamella_trace import Trace, read_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,21 @@ def calibrate_run(config: Config, cluster: Cluster, trace: Path, step_seconds: f
         step_seconds: The median step without a profiler.
 
     Raises:
-        ConfigError: The settings cannot be met, or the profile is none of steps on GPUs.
+        ConfigError: The settings cannot be met, or the profile is none of steps on GPUs, or of another number of ranks.
         TraceError: The file is no trace, or has no ranges of units.
     """
     if step_seconds is not None and not 0 < step_seconds < math.inf:
         raise ConfigError(f"Expected --step-time of more than 0 seconds, and finite, got {step_seconds!r}.")
     profile = read_trace(trace)  # first: a recording takes seconds
+    _check_ranks(profile, config, trace)
     return calibrate(profile, record_works(config).works, cluster, step_seconds=step_seconds, source=str(trace))
+
+
+def _check_ranks(profile: Trace, config: Config, trace: Path) -> None:
+    """Refuse another number of ranks than the profile's: a rank's works would be others, and all rates be wrong."""
+    num_ranks = profile.get("distributedInfo", {}).get("world_size")
+    if isinstance(num_ranks, int) and num_ranks != config.parallel.ranks:
+        raise ConfigError(
+            f"Expected --ranks of the profiled run, which had {num_ranks} by {str(trace)!r}, got --ranks "
+            f"{config.parallel.ranks}. Pass --ranks {num_ranks}."
+        )
