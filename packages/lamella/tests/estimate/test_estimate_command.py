@@ -73,7 +73,8 @@ def test_options_are_refused_where_none_fit_and_else_the_fastest_that_fit(model:
     with pytest.raises(ConfigError, match=r"Expected --memory of at least 0.\d\dGiB, which .* got 1.00 MiB") as refused:
         lamella.fit_options(config, "1MiB")
     lamella.fit_options(config, str(refused.value).split(" at least ")[1].split(",")[0])
-    options = lamella.fit_options(config, "80GiB")
+    options = lamella.fit_options(config, "80GB")
+    assert options.memory_nbytes == 80 * 10**9
     assert options.chosen.fields.is_plain and options.chosen.cost <= 1.01
     totals = sorted(alternative.estimate.needed_nbytes for alternative in options.alternatives)
     assert totals[0] < totals[-1]

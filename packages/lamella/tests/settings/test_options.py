@@ -8,10 +8,11 @@ import pytest
 
 from lamella import Config, ConfigError, ModelConfig, OptimConfig, cli
 from lamella._model.spec import NAMED
+from lamella._plan.cluster import Cluster
 from lamella._settings.config import GROUPS, resolve, to_toml, to_values
 from lamella._settings.files import read_file
 from lamella._settings.options import fields_of
-from lamella._settings.sizes import budget_nbytes
+from lamella._settings.sizes import budget_nbytes, nbytes_of
 from lamella._training.checks import run_root
 from lamella._training.optimizer import learning_rate
 
@@ -200,7 +201,22 @@ def test_options_that_contradict_each_other_are_refused_together(options: str, e
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [(None, 0), ("0", 0), ("12", 12), ("1.5KiB", 1536), ("2GiB", 2 << 30), ("500mb", 500 << 20)]
+    ("text", "nbytes"), [(None, 0), ("0", 0), ("12", 12), ("1.5KiB", 1536), ("2GiB", 2 << 30), ("500mb", 500 * 10**6)]
 )
-def test_budgets_are_counted_in_powers_of_two(text: str | None, nbytes: int) -> None:
+def test_budgets_are_sizes_and_nothing_is_none(text: str | None, nbytes: int) -> None:
     assert budget_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        *(("7", 7), ("7B", 7), ("2K", 2000), ("1.5 mb", 1_500_000), ("3T", 3 * 10**12)),
+        *(("2Ki", 2048), ("0.5 MiB", 1 << 19), ("3tib", 3 << 40)),
+    ],
+)
+def test_sizes_are_decimal_without_i_and_binary_with_i(text: str, nbytes: int) -> None:
+    assert nbytes_of(text, "--size") == nbytes
+
+
+def test_a_budget_and_the_memory_of_a_cluster_are_the_same_sizes() -> None:
+    assert budget_nbytes("80G") == Cluster(gpu_memory="80G").gpu_nbytes == 80 * 10**9

@@ -3,8 +3,6 @@
 import argparse
 import gc
 import json
-import math
-import re
 import shutil
 import sys
 import tempfile
@@ -24,7 +22,7 @@ from lamella._record.output import check_destination, file_error, one_line, prin
 from lamella._record.progress import ByteBar
 from lamella._settings.options import ConfigError, in_short
 from lamella._settings.parsing import kind_of, parse_json, read_settings
-from lamella._settings.sizes import size
+from lamella._settings.sizes import nbytes_of, size
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, FormatUnknown, Source
 from lamella_convert import ModelUnknown, SizeUnknown
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from lamella_convert import Conversion, Diff, Inspection, MtpLayer, Target
 
 _DIFFERS, _DAMAGED = 1, 1
-_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _NUM_NAMED: Final = 5
 
 
@@ -165,7 +162,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         tensor_parallel_size=_tensor_parallel_size(arguments),
         padded_vocabulary=_optional_number("--padded-vocab", arguments.padded_vocab),
     )
-    size = _nbytes(arguments.max_shard_size)
+    max_shard_nbytes = _max_shard_nbytes(arguments.max_shard_size)
     with _config_folder(arguments.config) as like, ByteBar("writing") as bar:
         done = lamella_convert.convert(
             arguments.src,
@@ -176,7 +173,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             float8=arguments.float8,
             like=like,
             megatron=megatron,
-            max_shard_nbytes=size,
+            max_shard_nbytes=max_shard_nbytes,
             replace=arguments.force,
             on_progress=bar.to,
             trust=arguments.trust,
@@ -284,15 +281,10 @@ def _optional_number(flag: str, text: str | None) -> int | None:
     return None if text is None else number(flag, text, int, at_least=1)
 
 
-def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.upper())
-    nbytes = 0
-    if match is not None:
-        unit = 1024 ** list(_UNITS).index(match[2]) if match[3] else _UNITS[match[2]]
-        size = float(match[1]) * unit
-        nbytes = int(size) if math.isfinite(size) else 0
+def _max_shard_nbytes(text: str) -> int:
+    nbytes = nbytes_of(text, "--max-shard-size")
     if nbytes < 1:
-        raise ConfigError(f"Expected --max-shard-size to be a size such as 5GB or 500MiB, got {text!r}.")
+        raise ConfigError(f"Expected --max-shard-size of at least 1 byte, got {text!r}. Pass a size such as 5GB.")
     return nbytes
 
 

@@ -226,7 +226,7 @@ def _add_json(command: argparse.ArgumentParser, subject: str) -> None:
 
 _MEMORY_HELP: Final = (
     "choose the fastest --stage, --recompute, resharding and offloading that fit into this memory of a GPU, such as "
-    "78GiB"
+    "78GiB (GB are 10^9 bytes)"
 )
 
 

@@ -11,7 +11,7 @@ from lamella._estimate.memory_options import MemoryOptions, all_options, coarse_
 from lamella._estimate.recorded_options import RecordedOptions
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
-from lamella._settings.sizes import budget_nbytes, size, sufficient_size
+from lamella._settings.sizes import nbytes_of, size, sufficient_size
 
 _MOST_RECORDED: Final = 24
 _EQUAL_TIMES: Final = 1.01
@@ -79,7 +79,7 @@ def fit_options(config: Config, memory: str, host: HostTimes | None = None) -> F
 
     Effects: as `estimate_run`, for some of the options.
     """
-    nbytes = budget_nbytes(memory, "--memory")
+    nbytes = nbytes_of(memory, "--memory")
     recorded = RecordedOptions(config, host or measured_host())
     chosen = _fastest(recorded, config, nbytes)
     alternatives = _alternatives(recorded)

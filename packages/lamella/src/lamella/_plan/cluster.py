@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lamella._settings.options import ConfigError, nearest, shown
 from lamella._settings.parsing import parse_json, parse_toml
-from lamella._settings.sizes import budget_nbytes
+from lamella._settings.sizes import nbytes_of
 from lamella_buffers import FakeCollective
 
 _GB: Final = 1e9
@@ -69,12 +69,12 @@ class Cluster:
                 raise ConfigError(
                     f"Expected {field.name} of the cluster to be {expected}, got {shown(getattr(self, field.name))}."
                 )
-        budget_nbytes(self.gpu_memory, "gpu_memory")
+        nbytes_of(self.gpu_memory, "gpu_memory")
 
     @property
     def gpu_nbytes(self) -> int:
         """Bytes of a GPU."""
-        return budget_nbytes(self.gpu_memory, "gpu_memory")
+        return nbytes_of(self.gpu_memory, "gpu_memory")
 
     def collective_seconds(self, collective: FakeCollective) -> float:
         """Return the time of a collective alone.

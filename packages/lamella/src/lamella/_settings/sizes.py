@@ -8,21 +8,34 @@ from lamella._settings.options import ConfigError
 
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_PREFIXES: Final = "KMGT"
 
 
-def budget_nbytes(text: str | None, flag: str = "--keep-budget") -> int:
-    """Return the bytes of a size such as 2GiB; 0 for None.
+def budget_nbytes(text: str | None) -> int:
+    """Return the bytes of a `--keep-budget`; 0 for None.
 
     Raises:
         ConfigError: The text is no size.
     """
-    if text is None:
-        return 0
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT]?)I?B)?", text.upper())
+    return 0 if text is None else nbytes_of(text, "--keep-budget")
+
+
+def nbytes_of(text: str, flag: str) -> int:
+    """Return the bytes of a size: 2GiB, or 2Gi, is 2 * 2^30 bytes, and 2GB, or 2G, is 2 * 10^9.
+
+    Args:
+        text: The size, in upper or lower case; bytes where it has no unit.
+        flag: The option of the size, for errors.
+
+    Raises:
+        ConfigError: The text is no size.
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", text.upper())
     if match is None:
         raise ConfigError(f"Expected {flag} to be a size such as 2GiB or 500MiB, got {text!r}.")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    number, prefix, binary = match.groups()
+    unit = (1024 if binary else 1000) ** (_PREFIXES.index(prefix) + 1) if prefix else 1
+    return int(float(number) * unit)
 
 
 def size(nbytes: int) -> str:
