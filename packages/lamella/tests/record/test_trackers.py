@@ -50,7 +50,8 @@ class Library(ModuleType):
         def call(*positional: Any, **arguments: Any) -> Any:
             self._calls.append((name, {**arguments, **({"values": positional[0]} if positional else {})}))
             run = SimpleNamespace(run_id=f"run-{len(self._calls)}")
-            return SimpleNamespace(id=run.run_id, info=run, log=self.log, finish=self.finish)
+            methods = {name: getattr(self, name) for name in ("log", "finish", "define_metric")}
+            return SimpleNamespace(id=run.run_id, info=run, **methods)
 
         return call
 
@@ -94,11 +95,11 @@ def test_a_tracker_gets_settings_numbers_and_an_end(
     assert any({"optim.lr": 1e-3, "data.paths": ("a",)} in call.values() for call in arguments)
     assert any(str(text).startswith("mine") for call in arguments for text in call.values())
     assert any("lamella" in call.values() for call in arguments)
-    assert calls[-3:] == [
-        (log, {"values": NUMBERS, "step": 3}),
-        (log, {"values": {"validation/nats_per_byte": 1.25}, "step": 3}),
-        end,
-    ]
+
+    def logged(values: dict[str, float]) -> tuple[str, Any]:
+        return log, {"values": {"step": 3, **values}} if name == "wandb" else {"values": values, "step": 3}
+
+    assert calls[-3:] == [logged(NUMBERS), logged({"validation/nats_per_byte": 1.25}), end]
 
 
 @pytest.mark.parametrize(("exit_code", "status"), [(1, "FAILED"), (143, "KILLED")])
@@ -121,7 +122,7 @@ def test_the_exit_code_of_a_run_goes_to_its_trackers(end: object, exit_code: int
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("wandb", ("log", {"values": {"sample/2": "def f(x):"}, "step": 3})),
+        ("wandb", ("log", {"values": {"step": 3, "sample/2": "def f(x):"}})),
         ("mlflow", ("log_text", {"values": "def f(x):"})),
         ("trackio", ("log", {"values": {"sample/2": "def f(x):"}, "step": 3})),
     ],
@@ -145,6 +146,39 @@ def test_a_resumed_run_goes_on_in_its_run_of_the_tracker(
     calls.clear()
     [*open_trackers([name], tracked(tmp_path / "mine", first_step=3), pytest.fail)]
     assert calls[0][1][key] == identity
+
+
+class StepCounter:
+    """A run of W&B, which drops values at a `step` behind the last one."""
+
+    id = "run"
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+        self.axes: dict[str, str | None] = {}
+        self._step = 0
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        step = self._step + 1 if step is None else step
+        if step >= self._step:
+            self._step = step
+            self.rows.append(values["train/loss"])
+
+
+@pytest.mark.usefixtures("calls")
+def test_wandb_keeps_the_records_of_a_run_that_goes_on_from_an_earlier_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StepCounter()
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **arguments: run, raising=False)
+    for first_step, loss in ((0, 2.0), (1, 1.0)):
+        tracker = TRACKERS["wandb"](tracked(tmp_path / "mine", first_step=first_step))
+        tracker.write([replace(STEP, step=step, loss=loss) for step in range(first_step + 1, 4)])
+    assert run.rows == [2.0, 2.0, 2.0, 1.0, 1.0]
+    assert run.axes == {"step": None, "*": "step"}
 
 
 def test_runs_in_folders_of_one_name_are_two_runs_of_trackio(calls: list[tuple[str, Any]], tmp_path: Path) -> None:

@@ -137,27 +137,12 @@ class TensorBoard:
         self._writer.close()
 
 
-class _LoggedRun:
-    """A run of a tracker with W&B's interface, which sends in a thread of the library's."""
+class WandB:
+    """A run of Weights & Biases, in the project `lamella` or `WANDB_PROJECT`; a resumed run goes on in it.
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def write(self, records: Sequence[Record]) -> None:
-        """Log the numbers and texts of each record at its step."""
-        for record in records:
-            self._run.log({**numbers(record), **texts(record)}, step=record.step)
-
-    def flush(self) -> None:
-        """Nothing: the tracker sends by itself."""
-
-    def close(self, exit_code: int) -> None:
-        """Finish the run at the tracker."""
-        self._run.finish()
-
-
-class WandB(_LoggedRun):
-    """A run of Weights & Biases, in the project `lamella` or `WANDB_PROJECT`; a resumed run goes on in it."""
+    A record's step is a number of its own, `step`, which charts have as their x axis: W&B drops a record at a step of
+    its own behind the last one, as those of a run that goes on from an earlier checkpoint.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         wandb: Any = import_module("wandb")
@@ -171,7 +156,17 @@ class WandB(_LoggedRun):
             config=run.flat_settings,
         )
         file.write_text(str(tracked.id), encoding="utf-8")
-        super().__init__(tracked)
+        tracked.define_metric("step")
+        tracked.define_metric("*", step_metric="step")
+        self._run = tracked
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log the numbers and texts of each record, with its step."""
+        for record in records:
+            self._run.log({"step": record.step, **numbers(record), **texts(record)})
+
+    def flush(self) -> None:
+        """Nothing: W&B sends by itself."""
 
     def close(self, exit_code: int) -> None:
         """Finish the run at the tracker, which shows a run with an exit code as failed."""
@@ -242,7 +237,7 @@ def _absolute_store(uri: str) -> str:
     return str(Path(uri.removeprefix("file:")).absolute()) if "/" in uri and "://" not in uri else ""
 
 
-class Trackio(_LoggedRun):
+class Trackio:
     """A run of trackio, in the project `lamella` or `TRACKIO_PROJECT`; a resumed run goes on in it.
 
     Runs of trackio are told apart by their names alone: the name has a random part, which the run's file keeps.
@@ -252,8 +247,20 @@ class Trackio(_LoggedRun):
         trackio: Any = import_module("trackio")
         project, file = os.environ.get("TRACKIO_PROJECT", _PROJECT), run.identity("trackio")
         name = file.read_text(encoding="utf-8") if file.is_file() else f"{run.name}-{secrets.token_hex(4)}"
-        super().__init__(trackio.init(project=project, name=name, config=run.flat_settings, resume="allow"))
+        self._run = trackio.init(project=project, name=name, config=run.flat_settings, resume="allow")
         file.write_text(name, encoding="utf-8")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log the numbers and texts of each record at its step."""
+        for record in records:
+            self._run.log({**numbers(record), **texts(record)}, step=record.step)
+
+    def flush(self) -> None:
+        """Nothing: trackio sends by itself."""
+
+    def close(self, exit_code: int) -> None:
+        """Finish the run at the tracker."""
+        self._run.finish()
 
 
 TRACKERS: Final[Mapping[str, Callable[[TrackedRun], Tracker]]] = {
