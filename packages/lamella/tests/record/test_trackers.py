@@ -248,6 +248,7 @@ class Failing:
 
     def __init__(self, error: type[BaseException]) -> None:
         self.records: list[Record] = []
+        self.exit_codes: list[int] = []
         self.error = error
 
     def write(self, records: Sequence[Record]) -> None:
@@ -257,7 +258,9 @@ class Failing:
 
     def flush(self) -> None: ...
 
-    def close(self, exit_code: int) -> None: ...
+    def close(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+        raise self.error("still no route")
 
 
 @pytest.mark.parametrize("error", [ConnectionError, SystemExit])
@@ -271,7 +274,17 @@ def test_a_tracker_that_fails_is_left_out_with_one_line_and_files_go_on(
         stream.write([record])
     stream.close()
     assert failing.records == [STEP] and read(metrics) == [STEP, VALIDATION, STEP]
+    assert failing.exit_codes == [1]
     assert lines == [f"failing: {error.__name__}: no route to the server. The run goes on without this tracker."]
+
+
+def test_a_tracker_that_fails_to_close_is_not_closed_again() -> None:
+    lines: list[str] = []
+    failing = Failing(ConnectionError)
+    stream = RecordStream([TrackerThread("failing", lambda: failing)], lines.append)
+    stream.close(143)
+    assert failing.exit_codes == [143]
+    assert lines == ["failing: ConnectionError: still no route. The run goes on without this tracker."]
 
 
 class Waiting:
@@ -279,7 +292,7 @@ class Waiting:
 
     def __init__(self, method: str) -> None:
         self.calls: list[object] = []
-        self.answers = Event()
+        self.answers, self.is_closed = Event(), Event()
         self._method = method
 
     def _note(self, method: str, argument: object) -> None:
@@ -295,6 +308,7 @@ class Waiting:
 
     def close(self, exit_code: int) -> None:
         self._note("close", exit_code)
+        self.is_closed.set()
 
 
 def test_a_slow_tracker_gets_every_record_in_order_and_the_run_does_not_wait() -> None:
@@ -331,6 +345,7 @@ def test_a_tracker_that_hangs_is_left_out_before_the_end_of_the_run() -> None:
     stream.close()
     assert len(lines) == 1 and lines[0].startswith("hung: TimeoutError: ")
     tracker.answers.set()
+    assert tracker.is_closed.wait(60) and tracker.calls[-1] == 1
 
 
 def test_a_tracker_that_does_not_start_in_time_is_refused() -> None:

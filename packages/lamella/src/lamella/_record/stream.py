@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,6 +15,7 @@ from lamella._record.plots import plot
 from lamella._record.series import metric_rows
 
 _ANSWER_S: Final = 120.0  # W&B gives its own start 90 s.
+_FAILED: Final = 1
 
 
 class Tracker(Protocol):
@@ -78,7 +80,8 @@ class LossPlot:
 class TrackerThread:
     """A tracker that is called in a thread, in the order of the calls: its server's answers take training no time.
 
-    An error of the tracker, or a call without an answer in time, is raised by the next method, or by `close`.
+    An error of the tracker, or a call without an answer in time, is raised by the next method, or by `close`. The
+    thread closes the tracker as failed before, or when the answer comes: MLflow shows a run without an end as running.
 
     Args:
         name: The tracker's name.
@@ -93,7 +96,7 @@ class TrackerThread:
     def __init__(self, name: str, start: Callable[[], Tracker], limit_s: float = _ANSWER_S) -> None:
         self.name = name
         self._limit_s = limit_s
-        self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[Tracker], None] | int] = SimpleQueue()
         self._error: BaseException | None = None
         self._call_at: float | None = None
         is_started, self._is_over = threading.Event(), threading.Event()
@@ -112,24 +115,36 @@ class TrackerThread:
 
     def close(self, exit_code: int) -> None:
         """Close the tracker. Effects: waits for the thread, up to the limit."""
-        self._call(lambda tracker: tracker.close(exit_code))
-        self._calls.put(None)
+        self._call(exit_code)
         self._wait(self._is_over)
 
     def _work(self, start: Callable[[], Tracker], is_started: threading.Event) -> None:
         try:
             tracker = start()
             is_started.set()
-            while (call := self._calls.get()) is not None:
-                self._call_at = time.monotonic()
-                call(tracker)
-                self._call_at = None
+            exit_code = self._served(tracker)
+            self._call_at = time.monotonic()
+            tracker.close(exit_code)
         except (Exception, SystemExit) as error:  # noqa: BLE001  Trackers are programs of others, and talk to servers.
             self._error = error
         is_started.set()
         self._is_over.set()
 
-    def _call(self, call: Callable[[Tracker], None]) -> None:
+    def _served(self, tracker: Tracker) -> int:
+        """Make the calls up to an exit code, and return the code."""
+        try:
+            while not isinstance(call := self._calls.get(), int):
+                self._call_at = time.monotonic()
+                call(tracker)
+                self._call_at = None
+        except (Exception, SystemExit):
+            self._call_at = time.monotonic()
+            with suppress(Exception, SystemExit):
+                tracker.close(_FAILED)
+            raise
+        return call
+
+    def _call(self, call: Callable[[Tracker], None] | int) -> None:
         call_at = self._call_at
         is_late = call_at is not None and time.monotonic() - call_at > self._limit_s
         self._check(is_late=is_late)
@@ -142,6 +157,7 @@ class TrackerThread:
         if self._error is not None:
             raise self._error
         if is_late:
+            self._calls.put(_FAILED)
             raise TimeoutError(f"Expected an answer within {self._limit_s:g} s, got none")
 
 
