@@ -41,6 +41,15 @@ def test_a_table_in_the_place_of_a_list_has_a_text_a_name(tmp_path: Path) -> Non
     assert groups["optim"]["optimizer_options"] == ("momentum=0.9", "nesterov=true", "betas=[0.5, 0.6]")
 
 
+@pytest.mark.parametrize("field", ["paths", "validation_paths"])
+@pytest.mark.parametrize("name", ["a+b", "", "wiki.de", "a=b", "\u00e9"])
+def test_a_name_of_paths_with_another_character_is_refused(tmp_path: Path, field: str, name: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[data.{field}]\nwiki = "w.txt"\n"{name}" = "d/s.txt"\n', encoding="utf-8")
+    expected = f"Expected names of ASCII letters, digits, '-' and '_' in [data.{field}] of {str(path)!r}, got {name!r}."
+    assert refusal(path) == f"{expected} Rename it."
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "runs.py").write_text(RUNS, encoding="utf-8")

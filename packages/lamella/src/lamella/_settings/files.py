@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from lamella._settings.config import GROUPS, Config, Values, merged, to_values
+from lamella._settings.named_texts import check_name
 from lamella._settings.options import ConfigError, fields_of, in_short, nearest, shown
 from lamella._settings.parsing import parse_json, parse_toml, read_settings
 from lamella._settings.spellings import field_of_spelling
@@ -92,7 +93,7 @@ def _checked_group(group: str, fields: object, path: str) -> Mapping[str, object
             raise ConfigError(f"Expected a field of [{group}] in {path!r}, got {shown(name)}.{hint}")
     lists = [field.name for field in fields_of(GROUPS[group]) if typing.get_origin(field.kind) is tuple]
     return {
-        name: _named_texts(name, setting)
+        name: _named_texts(f"{group}.{name}", setting, path)
         if name in lists and isinstance(setting, Mapping)
         else tuple(setting)
         if isinstance(setting, list)
@@ -101,9 +102,11 @@ def _checked_group(group: str, fields: object, path: str) -> Mapping[str, object
     }
 
 
-def _named_texts(field: str, table: Mapping[str, object]) -> tuple[str, ...]:
+def _named_texts(field: str, table: Mapping[str, object], path: str) -> tuple[str, ...]:
     """Return a table in the place of a field's list as NAME=X texts, which the command line has."""
     has_lists = field.endswith("paths")  # A name has several paths, but one option, which may be a list.
+    for name in table if has_lists else ():
+        check_name(name, field, path)
     return tuple(
         f"{name}={text if isinstance(text, str) else json.dumps(text, default=str)}"
         for name, texts in table.items()

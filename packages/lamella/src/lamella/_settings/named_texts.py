@@ -6,7 +6,26 @@ from typing import Final
 
 from lamella._settings.options import ConfigError, shown
 
-_NAMED: Final = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
+_NAME: Final = r"[A-Za-z0-9_-]+"
+_NAMED: Final = re.compile(rf"({_NAME})=(.+)", re.DOTALL)
+
+
+def check_name(name: object, table: str, path: str) -> None:
+    """Refuse a name that NAME=X would not be split at: the text would be one path.
+
+    Args:
+        name: A key of a table of paths.
+        table: The table's name, for errors.
+        path: The file of settings, for errors.
+
+    Raises:
+        ConfigError: The name has another character than those of names.
+    """
+    if re.fullmatch(_NAME, str(name)) is None:
+        raise ConfigError(
+            f"Expected names of ASCII letters, digits, '-' and '_' in [{table}] of {path!r}, got {shown(name)}. "
+            "Rename it."
+        )
 
 
 def named_texts(flag: str, paths: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
