@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from lamella_engine import MixedPrecisionPolicy, fully_shard
+from lamella_engine import DDP, ZERO2, MixedPrecisionPolicy, ShardingOptions, fully_shard
 from lamella_engine.extending import map_tensors, tensors_in
 from lamella_engine.testing import assert_at_rest, record
 from lamella_testing import run_ranks
@@ -1045,5 +1045,41 @@ def test_a_unit_may_return_views_that_the_caller_changes_in_place() -> None:
         model(X).square().mean().backward()
         # A hook on the base of a view of an input would begin the backward again, behind its end, and gather once more.
         assert log.units_of("gather").count("layers.1") == 2
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"reshard_after_forward": False}, {"options": ShardingOptions(placements=ZERO2)}]
+)
+def test_a_forward_in_autograds_context_that_clones_saved_tensors_is_refused(arguments: Any) -> None:
+    """The context clones saved weights before a gather writes them: from freed memory, a segmentation fault."""
+
+    def check() -> None:
+        plain, model = twins(Net, shard_on(**arguments))
+        refused = r"the outermost unit outside of torch.*got it inside.*Leave the context out, and clone\(\)"
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            with pytest.raises(NotImplementedError, match=refused):
+                model(X)
+            with torch.no_grad():
+                assert torch.equal(model(X), plain(X))
+        assert_trains_alike(plain, model, mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)
+
+
+def test_autograds_context_that_clones_saved_tensors_serves_units_without_copies() -> None:
+    """With `DDP` in one dtype autograd saves the main weights, which nothing frees."""
+
+    def write_in_place(model: nn.Module) -> torch.Tensor:
+        output = model(X)
+        loss = output.square().mean()
+        output.mul_(2.0)
+        return loss
+
+    def check() -> None:
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            options = ShardingOptions(placements=DDP)
+            assert_trains_alike(*twins(Net, shard_on(options=options)), write_in_place)
 
     run_ranks(check, 2)

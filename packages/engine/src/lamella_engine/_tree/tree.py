@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, graph
 
 from lamella_engine._common.labels import label
 from lamella_engine._options.options import DEFAULT_OPTIONS, ShardingOptions
@@ -186,6 +186,7 @@ class Tree:
 
         Raises:
             RuntimeError: An exception has ended the last backward, and `reset` was not called.
+            NotImplementedError: The conditions of `_refuse_clones_of_copies`.
         """
         weights = unit.weights
         if module_id not in unit.parameters.module_ids and weights.may_be_read(is_recomputed=is_recomputed):
@@ -196,6 +197,8 @@ class Tree:
         begins = not unit.awaited or len(unit.parameters.module_ids) == 1
         prefetched: list[Unit] = []
         if begins and not is_recomputed:
+            if graph._allow_mutation_on_saved_tensors_enabled:
+                _refuse_clones_of_copies(unit)
             if self.context.phase is not PassPhase.FORWARD or self._forward_root == unit.index:
                 self._begin_pass(unit)
             if (check := self.context.order_check) is not None:
@@ -379,6 +382,24 @@ class Tree:
         self._prefetch.end_backward()
         self._check_order_at_end()
         self.context.phase = PassPhase.RESTING
+
+
+def _refuse_clones_of_copies(unit: Unit) -> None:
+    """Refuse a forward inside a context that clones saved tensors before writes.
+
+    Autograd saves views of the unsharded buffers. A gather writes into bytes that were given back since: the context's
+    clone reads freed memory, which ends in a segmentation fault or in wrong gradients.
+
+    Raises:
+        NotImplementedError: Autograd will save unsharded parameters that are copies of main weights.
+    """
+    if torch.is_grad_enabled() and unit.parameters.has_copies:
+        raise NotImplementedError(
+            f"Expected the forward of {unit.parameters.title} outside of "
+            "torch.autograd.graph.allow_mutation_on_saved_tensors(), got it inside. The context clones saved tensors "
+            "before they are written, and gathers write into saved weights whose memory was freed. Leave the context "
+            "out, and clone() the tensor that your code writes in place."
+        )
 
 
 def _refuse_compiled_autograd() -> None:
