@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -507,6 +508,29 @@ TIMELESS = [event | {"dur": 0} for event in _trace(("kernel", MATMUL), UNITS)["t
 def test_a_trace_without_kernels_or_units_is_refused(trace: dict[str, Any], problem: str) -> None:
     with pytest.raises(TraceError, match=problem):
         overlap_report(trace, "some.json")
+
+
+@pytest.mark.parametrize(
+    ("processes", "named"),
+    [((1, 100001), "2 processes: 1, 100001. Read"), (range(9), "9 processes: 0, 1, 2, 3 and more. Read")],
+)
+@pytest.mark.parametrize("work", [("kernel", MATMUL), ("cpu_op", "aten::mm")])
+def test_a_trace_merged_from_several_ranks_is_refused(
+    processes: Iterable[int], named: str, work: tuple[str, str]
+) -> None:
+    events = _trace(UNITS, work, ("cpu_op", "aten::add"))["traceEvents"]
+    merged = [event | {"pid": process, "tid": process} for process in processes for event in events]
+    with pytest.raises(TraceError) as refused:
+        overlap_report({"traceEvents": merged}, "some.json")
+    assert f"Expected the trace of one rank in 'some.json', got operators of {named}" in str(refused.value)
+
+
+def test_the_processes_of_gpus_and_tools_and_the_threads_of_autograd_are_no_further_ranks() -> None:
+    events = _trace(UNITS, ("cpu_op", "aten::mm"), ("cpu_op", "aten::mm"), ("kernel", MATMUL), ("Trace", "Profiler"))
+    pids_and_tids = ((1, 1), (1, 1), (1, 2), (0, 7), ("Spans", "Profiler"))
+    for event, (pid, tid) in zip(events["traceEvents"], pids_and_tids, strict=True):
+        event |= {"pid": pid, "tid": tid}
+    assert overlap_report(events).on_gpu
 
 
 def test_without_a_gpu_exposure_is_unknown() -> None:

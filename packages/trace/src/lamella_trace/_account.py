@@ -32,6 +32,8 @@ from lamella_trace._trace import (
     operators_of,
 )
 
+_NUM_NAMED = 4
+
 
 def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
     """Account for the time of a profile, recorded by `torch.profiler` during steps of sharded units.
@@ -43,8 +45,9 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
         source: Name of the trace in errors.
 
     Raises:
-        TraceError: The trace has no kernels, or no ranges of units.
+        TraceError: The trace has no kernels, or no ranges of units, or is merged from several processes.
     """
+    _check_processes(trace, source)
     kernels = kernels_of(trace)
     on_gpu = bool(kernels)
     kernels = kernels or _stand_ins(trace, source)
@@ -72,6 +75,20 @@ def overlap_report(trace: Trace, source: str = "the trace") -> OverlapReport:
         total=_step("all steps", timeline.span, timeline, on_gpu),
         timeline=timeline,
     )
+
+
+def _check_processes(trace: Trace, source: str) -> None:
+    """Refuse a trace merged from several ranks: a kernel would find its launch, and its unit, among another rank's.
+
+    Operators of the host tell the processes: the threads of autograd share their process, GPUs and tools do not count.
+    """
+    processes = {event["pid"]: None for event in events_of(trace, "cpu_op")}
+    if len(processes) > 1:
+        names = ", ".join(map(str, [*processes][:_NUM_NAMED])) + " and more" * (len(processes) > _NUM_NAMED)
+        raise TraceError(
+            f"Expected the trace of one rank in {source!r}, got operators of {len(processes)} processes: {names}. Read "
+            "each rank's trace by itself."
+        )
 
 
 def _stand_ins(trace: Trace, source: str) -> list[Kernel]:

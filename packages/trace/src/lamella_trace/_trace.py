@@ -28,7 +28,10 @@ _ITEM_NBYTES = {"Long": 8, "Double": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat
 
 
 class TraceError(ValueError):
-    """A trace is unreadable or lacks kernels or ranges. The message is one line: the file and the way out."""
+    """A trace is unreadable, lacks kernels or ranges, or is of several processes.
+
+    The message is one line: the file and the way out.
+    """
 
 
 class KernelKind(Enum):
