@@ -1,5 +1,6 @@
 """A file with one rank's part of sharded tensors is never taken for the tensors."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from lamella_checkpoint.testing import read_tensor
 from lamella_convert import convert, inspect, open_checkpoint, verify
 from lamella_convert._formats.rank_parts import RankPart
+from lamella_files import FormatUnknown
 from lamella_testing import run_ranks
 
 
@@ -77,3 +79,45 @@ def test_a_tensor_sharded_over_one_rank_is_whole(tmp_path: Path) -> None:
     values = torch.arange(6.0).view(3, 2)
     torch.save({"weight": DTensor.from_local(values, mesh, [Shard(0)])}, tmp_path / "a.pt")
     assert torch.equal(read_tensor(open_checkpoint(tmp_path / "a.pt"), "model.weight"), values)
+
+
+def written_by_megatron(tmp_path: Path, args: object, *, is_archive: bool = True) -> Path:
+    """A rank's file in Megatron's legacy format `torch`."""
+    file = tmp_path / "iter_0000010" / "mp_rank_01" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    contents = {"args": args, "checkpoint_version": 3.0, "iteration": 10, "model": {"weight": torch.ones(4, 4)}}
+    torch.save(contents, file, _use_new_zipfile_serialization=is_archive)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
+def test_a_file_of_megatron_with_one_ranks_part_of_the_model_is_refused_by_every_tool(
+    tmp_path: Path, kind: str
+) -> None:
+    file = written_by_megatron(tmp_path, Namespace(**{f"{kind}_model_parallel_size": 2}))
+    [problem] = verify(file).problems
+    assert problem.problem.startswith("one rank's part of")
+    for refuses in (inspect, open_checkpoint, lambda file: convert(file, tmp_path / "out", to="hf")):
+        with pytest.raises(RankPart, match=f"part of 'model.weight'.*args have {kind}_model_parallel_size=2") as info:
+            refuses(file)
+        assert "--ckpt-format torch_dist" in str(info.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("args", [{"tensor_model_parallel_size": 2}, Namespace(tensor_model_parallel_size=2)], ids=type)
+def test_a_file_of_megatron_from_before_torch_1_6_is_refused_too(tmp_path: Path, args: object) -> None:
+    file = written_by_megatron(tmp_path, args, is_archive=False)
+    with pytest.raises(RankPart, match="tensor_model_parallel_size=2"):
+        open_checkpoint(file, trust=True)
+
+
+@pytest.mark.parametrize("args", [Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1), None, [2]])
+def test_a_model_of_one_rank_and_args_of_other_programs_are_read(tmp_path: Path, args: object) -> None:
+    file = written_by_megatron(tmp_path, args)
+    assert torch.equal(read_tensor(open_checkpoint(file), "model.weight"), torch.ones(4, 4))
+
+
+def test_a_folder_of_megatrons_ranks_is_refused_with_the_formats_name(tmp_path: Path) -> None:
+    folder = written_by_megatron(tmp_path, Namespace()).parents[1]
+    with pytest.raises(FormatUnknown, match=r"folders of ranks from 'mp_rank_01' to.*`torch`.*--ckpt-format"):
+        open_checkpoint(folder)

@@ -19,6 +19,7 @@ from lamella_convert._formats.megatron_files import (
     iteration_directory,
     megatron_checkpoint,
 )
+from lamella_convert._formats.rank_parts import MEGATRON_WAY_OUT
 from lamella_convert._formats.safetensors import SafetensorsSource
 from lamella_convert._formats.safetensors_files import INDEX_FILE, WEIGHTS_FILE, has_weights, parts_without_index
 from lamella_convert._formats.torch_file import TorchFile
@@ -180,7 +181,7 @@ def find_files(path: str | os.PathLike[str]) -> tuple[Path, Literal[Format.DCP, 
         return path_of_files, Format.SAFETENSORS
     if path_of_files.is_file() and _is_torch_file(path_of_files):
         return path_of_files, Format.TORCH
-    raise FormatUnknown(str(path_of_files), _unknown(path_of_files))
+    raise _unknown(path_of_files)
 
 
 def _open_dcp(stored: StoredCheckpoint, sizes: Mapping[str, int] | None) -> OpenCheckpoint:
@@ -254,10 +255,15 @@ def _is_torch_file(file: Path) -> bool:
     return file.suffix in _TORCH_SUFFIXES or zipfile.is_zipfile(file) or begins in _PICKLE_MAGIC
 
 
-def _unknown(path: Path) -> str:
+def _unknown(path: Path) -> FormatUnknown:
     if not path.is_dir():
-        return "a file that is neither torch.save's nor safetensors"
+        return FormatUnknown(str(path), "a file that is neither torch.save's nor safetensors")
     if parts := parts_without_index(path):
-        return f"{len(parts)} parts of a model, {parts[0]!r} the first, and no {INDEX_FILE}"
+        problem = f"{len(parts)} parts of a model, {parts[0]!r} the first, and no {INDEX_FILE}"
+        return FormatUnknown(str(path), problem)
+    if folders := sorted(folder.name for folder in path.glob("mp_rank_*/")):
+        problem = f"folders of ranks from {folders[0]!r} to {folders[-1]!r}, as of Megatron's legacy format `torch`"
+        return FormatUnknown(str(path), problem, way_out=MEGATRON_WAY_OUT)
     file_names = sorted(file.name for file in path.iterdir())[:8]
-    return f"{file_names} and no {METADATA_FILE}, {WEIGHTS_FILE} or iteration" if file_names else "an empty directory"
+    no_format = f"{file_names} and no {METADATA_FILE}, {WEIGHTS_FILE} or iteration"
+    return FormatUnknown(str(path), no_format if file_names else "an empty directory")

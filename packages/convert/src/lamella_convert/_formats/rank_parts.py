@@ -1,7 +1,8 @@
-"""DTensors in files of `torch.save`: all of a tensor, or only one rank's part.
+"""Files of `torch.save` with one rank's part of a model: DTensors, or Megatron's legacy format `torch`.
 
 A state dict of sharded parameters, saved by each rank for itself, is a file a rank. The files look alike, and each
-holds a rank's rows under the names and the global shapes of the whole model.
+holds a rank's rows under the names of the whole model. DTensors have global shapes beside their rows. Megatron's plain
+tensors have not: the number of ranks is in `args`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ _WAY_OUT: Final = (
     "Load each rank's file with torch.load, on as many ranks, and save by lamella_checkpoint.save; or save "
     "full_tensor() of each DTensor."
 )
+MEGATRON_WAY_OUT: Final = "Load the checkpoint in Megatron, and save it with --ckpt-format torch_dist or fsdp_dtensor."
+_MEGATRON_SIZES: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
 class RankPart(FormatUnknown):
@@ -60,6 +63,20 @@ def is_rank_part(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return hasattr(value, "_local_tensor")
     return any(kind.endswith(_OF_RANKS) for kind in _kinds(value))
+
+
+def megatron_sizes(root: Mapping[object, object]) -> str:
+    """The parallel sizes above 1 that cut the model in a file of Megatron's format `torch`, as text.
+
+    Returns:
+        An empty text for a whole model, and for a file of another program.
+    """
+    if not {"args", "checkpoint_version"} <= root.keys():
+        return ""
+    args = root["args"]
+    values = args.fields if isinstance(args, Inert) else getattr(args, "__dict__", args)
+    sizes = {name: values.get(name) for name in _MEGATRON_SIZES} if isinstance(values, Mapping) else {}
+    return ", ".join(f"{name}={size}" for name, size in sizes.items() if isinstance(size, int) and size > 1)
 
 
 def _kinds(value: object) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lamella_convert._formats.rank_parts import RankPart, held_whole, is_rank_part
+from lamella_convert._formats.rank_parts import MEGATRON_WAY_OUT, RankPart, held_whole, is_rank_part, megatron_sizes
 from lamella_files import (
     CheckpointDamaged,
     CheckpointUntrusted,
@@ -65,7 +65,7 @@ class TorchFile:
             CheckpointDamaged: The file is absent or unreadable.
             CheckpointUntrusted: The file holds an object of another type, such as a module, instead of a dict.
             FormatUnknown: The file holds no dict: one tensor without a name, say.
-            RankPart: The file holds one rank's parts of tensors.
+            RankPart: The file holds one rank's parts of tensors, or of Megatron's model.
         """
         self.path = path
         self._trust = trust
@@ -81,12 +81,15 @@ class TorchFile:
                 self._add(keys, value)
             opaque = {name: value for name, value in self._stored_tensors.items() if isinstance(value, torch.Tensor)}
             parts = [name for name, value in (self._values | opaque).items() if is_rank_part(value)]
+            sizes = megatron_sizes(self._root)
         except CheckpointDamaged:
             raise
         except Exception as error:  # Malformed values can raise any exception.
             raise unreadable(self.path, error) from error
         if parts:
             raise RankPart(str(path), parts)
+        if sizes and (parts := [name for name in self._stored_tensors if name.startswith("model")]):
+            raise RankPart(str(path), parts, f"Megatron's args have {sizes}. {MEGATRON_WAY_OUT}")
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
