@@ -1072,7 +1072,7 @@ def test_autograds_context_that_clones_saved_tensors_serves_units_without_copies
     """With `DDP` in one dtype autograd saves the main weights, which nothing frees."""
 
     def write_in_place(model: nn.Module) -> torch.Tensor:
-        output = model(X)
+        output: torch.Tensor = model(X)
         loss = output.square().mean()
         output.mul_(2.0)
         return loss
