@@ -13,7 +13,8 @@ from torch import nn
 
 from lamella_checkpoint import CheckpointDamaged, CheckpointUntrusted, Wanted, load
 from lamella_checkpoint.testing import read_tensor
-from lamella_convert import open_checkpoint
+from lamella_convert import convert, open_checkpoint, verify
+from lamella_convert._formats.megatron_files import plain_contents
 from lamella_convert._formats.torch_file import TorchFile
 from lamella_files import Expected, ItemRead, read_tensors, whole_box
 from lamella_layout import Chunk
@@ -45,6 +46,8 @@ TENSORS = {
     "columns": base[:, 3:5],
     "expanded": torch.ones(1, 3).expand(4, 3),
     "parameter": nn.Parameter(base.clone()),
+    "negated": torch._neg_view(base.clone()),
+    "negated columns": torch.complex(base, base + 1).conj().imag,
 }
 
 
@@ -119,7 +122,7 @@ def test_a_tied_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(one, tensor) and torch.equal(other, tensor) and len(reads) == 1
 
 
-@pytest.mark.parametrize("name", ["plain", "transposed", "rows"])
+@pytest.mark.parametrize("name", ["plain", "transposed", "rows", "negated"])
 def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     file = saved(tmp_path, {"x": TENSORS[name]})
     content = bytearray(file.read_bytes())
@@ -164,6 +167,56 @@ def test_parameters_and_buffers_with_attributes_are_tensors(tmp_path: Path) -> N
     source = TorchFile(saved(tmp_path, {"parameter": parameter, "buffer": buffer}))
     for name, tensor in (("parameter", parameter), ("buffer", buffer)):
         assert torch.equal(read_tensor(source, name), tensor)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize(
+    ("dtype", "is_archive"), [(torch.complex32, True), (torch.complex64, True), (torch.complex64, False)]
+)
+def test_a_tensor_and_its_conjugate_are_two_tensors_of_one_storage(
+    tmp_path: Path, dtype: torch.dtype, is_archive: bool
+) -> None:
+    tensor = torch.view_as_complex(torch.randn(4, 3, 2, dtype=dtype.to_real()))
+    conjugate = tensor.conj()
+    tensors = {"a": tensor, "b": conjugate, "c": conjugate[1:3], "d": conjugate.t(), "e": torch._neg_view(tensor)}
+    source = TorchFile(saved(tmp_path, tensors, _use_new_zipfile_serialization=is_archive))
+    assert len({source.place(name) for name in tensors}) == len(tensors)
+    for name, saved_tensor in tensors.items():
+        assert torch.equal(
+            *map(torch.view_as_real, (read_tensor(source, name), saved_tensor.resolve_conj().resolve_neg()))
+        )
+    row = torch.empty(1, 3, dtype=dtype)
+    source.read([Wanted("b", Chunk((2, 0), (1, 3)), row)])
+    assert torch.equal(torch.view_as_real(row), torch.view_as_real(conjugate[2:3].resolve_conj()))
+
+
+def test_negated_tensors_are_loaded_and_converted(tmp_path: Path) -> None:
+    weight = torch.complex(torch.randn(2, 2), torch.randn(2, 2)).conj().imag
+    file = saved(tmp_path, {"weight": weight, "bias": torch.zeros(2), "step": torch._neg_view(torch.tensor([-5.0]))})
+    assert convert(file, tmp_path / "b", to="dcp").num_tensors == 3
+    for path in (file, tmp_path / "b"):
+        model = nn.Linear(2, 2)
+        load(open_checkpoint(path), model=model, strict=False)
+        assert torch.equal(model.weight, weight)
+    assert verify(file)
+    assert plain_contents(file)["step"] == 5.0
+
+
+class _WithMetadata:
+    """A tensor as torch saves it, with metadata that torch writes for no tensor of the dtype."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self._metadata = metadata
+
+    def __reduce__(self) -> Any:
+        storage = torch.ones(2)._typed_storage()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, (2,), (1,), False, OrderedDict(), self._metadata)
+
+
+@pytest.mark.parametrize("metadata", [{"conj": True}, {"neg": 1}, {"backend": True}])
+def test_a_tensor_with_metadata_that_is_unknown_is_a_value(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    source = TorchFile(saved(tmp_path, {"a": torch.ones(1), "b": _WithMetadata(metadata)}))
+    assert list(source.tensors) == ["a"] and source.objects == ("b",)
 
 
 def test_tensors_are_read_beside_objects_that_are_not(tmp_path: Path) -> None:

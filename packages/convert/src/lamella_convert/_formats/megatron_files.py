@@ -238,7 +238,7 @@ def _number(archive: BinaryIO, files: Mapping[str, Record], value: Inert) -> obj
     if tensor is None or prod(tensor.shape) != 1:
         return None
     element = read_record(archive, tensor.span.record)
-    return torch.frombuffer(bytearray(element), dtype=tensor.dtype).item()
+    return tensor.view(torch.frombuffer(bytearray(element), dtype=tensor.dtype)).item()
 
 
 def _common(stored: StoredCheckpoint) -> dict[str, Any] | None:

@@ -103,11 +103,13 @@ class TorchFile:
         return tuple(self._values)
 
     def place(self, name: str) -> object:
-        """The identity of a tensor in the file: bytes, shape and strides, shared by tied tensors."""
+        """The identity of a tensor in the file: bytes, shape, strides and bits, shared by tied tensors."""
         tensor = self._stored_tensors[name]
         if isinstance(tensor, StoredTensor):
             return tensor
-        return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        bits = tensor.is_conj(), tensor.is_neg()
+        address = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        return *address, tensor.shape, tensor.stride(), tensor.dtype, *bits
 
     def read(self, requests: Sequence[Wanted]) -> None:
         """Fill the given memory; to verify a checksum, whole storages are read, each once."""
@@ -222,14 +224,14 @@ class TorchFile:
         self._verified.update(names)
 
     def _read_strided(self, request: Wanted, tensor: StoredTensor) -> None:
-        """Read a tensor stored in another order, or with gaps: the whole span is read, and viewed with strides."""
+        """Read a tensor stored in another order, with gaps or with bits: the whole span is read, and viewed."""
         if 0 in tensor.shape:
             return
         elements = torch.empty(tensor.span.shape, dtype=tensor.dtype)
         read = self._item_read(request.name, tensor.span)
         read.copies.append(Copy(whole_box(elements.shape), elements))
         read_tensors(self.path.parent, [read], self._expected)
-        _copy(request, elements.as_strided(tensor.shape, tensor.strides))
+        _copy(request, tensor.view(elements))
 
 
 def archive_records(path: Path) -> dict[str, Record]:

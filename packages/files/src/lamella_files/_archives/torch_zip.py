@@ -122,8 +122,8 @@ def find_tensor(file: BinaryIO) -> TensorRecord | None:
     """Find the elements of the one tensor in an archive.
 
     Returns:
-        None where the archive holds something else, or a tensor not stored plainly: with strides, with another byte
-        order, or of a subclass. torch itself must read such a tensor.
+        None where the archive holds something else, or a tensor not stored plainly: with strides, with a conj or neg
+        bit, with another byte order, or of a subclass. torch itself must read such a tensor.
 
     Raises:
         zipfile.BadZipFile: The file is no archive, or an archive in a form that torch does not write.
@@ -145,24 +145,30 @@ def plain_data(file: BinaryIO) -> Any:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an archive: a view of a storage, stored as a record. Offset and strides are in elements."""
+    """A tensor of an archive: a view of a storage, stored as a record.
+
+    Offset and strides are in elements. The tensor's values are the conjugates (`is_conj`) or the negatives (`is_neg`)
+    of the stored elements: torch saves the views `x.conj()` and `x.conj().imag` as `x` with a bit.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     record: Record
     offset: int
     strides: tuple[int, ...]
+    is_conj: bool = False
+    is_neg: bool = False
 
     @property
     def whole(self) -> TensorRecord | None:
-        """The elements' record, if the contiguous elements fill the whole record."""
+        """The values' record, if the contiguous values fill the whole record."""
         is_whole = self.offset == 0 and self.record.length == prod(self.shape) * self.dtype.itemsize
-        return TensorRecord(self.shape, self.dtype, self.record) if is_whole and self.is_contiguous else None
+        return TensorRecord(self.shape, self.dtype, self.record) if is_whole and self._is_readable else None
 
     @property
     def found(self) -> TensorRecord | None:
-        """The elements' byte range, if contiguous. A part of a record has no checksum."""
-        if self.whole is not None or not self.is_contiguous:
+        """The values' byte range, if contiguous. A part of a record has no checksum."""
+        if self.whole is not None or not self._is_readable:
             return self.whole
         return TensorRecord(self.shape, self.dtype, self._part(prod(self.shape)))
 
@@ -172,10 +178,21 @@ class StoredTensor(NamedTuple):
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return TensorRecord((last + 1,), self.dtype, self._part(last + 1))
 
+    def view(self, elements: torch.Tensor) -> torch.Tensor:
+        """The tensor with the values that `torch.load` gives, from the elements of `span`."""
+        tensor = elements.as_strided(self.shape, self.strides)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return tensor.neg() if self.is_neg else tensor
+
     def _part(self, numel: int) -> Record:
         """The part of the record with `numel` elements from the offset on."""
         itemsize = self.dtype.itemsize
         return self.record._replace(start=self.record.start + self.offset * itemsize, length=numel * itemsize, crc=None)
+
+    @property
+    def _is_readable(self) -> bool:
+        """Whether the stored bytes are the values, in order."""
+        return self.is_contiguous and not (self.is_conj or self.is_neg)
 
     @property
     def is_contiguous(self) -> bool:
@@ -206,24 +223,38 @@ def stored_tensor(saved: object, files: Mapping[str, Record]) -> StoredTensor | 
             issubclass(function, Inert) and getattr(kind, "kind", "") in _PLAIN_CLASSES
         ):
             return stored_tensor(function(*args), files)  # A plain tensor with attributes, such as `nn.Buffer`.
-        case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _):
+        case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _, *metadata):
             dtype = _dtype(storage)
         case (
             "torch._utils._rebuild_tensor_v3",
-            (storage, int(offset), tuple(shape), tuple(strides), _, _, torch.dtype() as dtype),
+            (storage, int(offset), tuple(shape), tuple(strides), _, _, torch.dtype() as dtype, *metadata),
         ):
             pass
         case _:
             return None
+    bits = None if dtype is None else _bits(metadata, dtype)
     match storage:
-        case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None:
-            tensor = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides))
+        case ("storage", _, str(key), *_) if f"data/{key}" in files and dtype is not None and bits is not None:
+            tensor = StoredTensor(tuple(shape), dtype, files[f"data/{key}"], offset, tuple(strides), *bits)
             if len(shape) != len(strides) or not _fits(tensor):
                 raise ValueError(
                     f"expected a tensor inside the {tensor.record.length} bytes of {key!r}, got {dtype} of shape "
                     f"{short(shape)} with strides {short(strides)} at {short(offset)}"
                 )
             return tensor
+        case _:
+            return None
+
+
+def _bits(metadata: list[Any], dtype: torch.dtype) -> tuple[bool, bool] | None:
+    """The conj bit and the neg bit in torch's metadata of a tensor, if any; None for metadata that only torch reads."""
+    match metadata:
+        case []:
+            return False, False
+        case [dict() as bits] if bits.keys() <= {"conj", "neg"} and all(isinstance(bit, bool) for bit in bits.values()):
+            is_conj, is_neg = bits.get("conj", False), bits.get("neg", False)
+            is_possible = dtype.is_complex or (dtype.is_floating_point and not is_conj)
+            return (is_conj, is_neg) if is_possible else None
         case _:
             return None
 
