@@ -209,7 +209,7 @@ class _WithMetadata:
         self._metadata = metadata
 
     def __reduce__(self) -> Any:
-        storage = torch.ones(2)._typed_storage()
+        storage = torch.ones(2)._typed_storage()  # type: ignore[no-untyped-call]
         return torch._utils._rebuild_tensor_v2, (storage, 0, (2,), (1,), False, OrderedDict(), self._metadata)
 
 
