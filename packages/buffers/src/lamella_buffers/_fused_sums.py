@@ -168,7 +168,9 @@ def _add_up(  # type: ignore[no-untyped-def]
     address = tl.where(payload >= 4, _chosen(payload, 4, address_4, address_5, address_6, address_7), address)
     address = tl.where(payload >= 8, _chosen(payload, 8, address_8, address_9, address_10, address_11), address)
     address = tl.where(payload >= 12, _chosen(payload, 12, address_12, address_13, address_14, address_15), address)
-    local_piece = tl.multiple_of(address.to(tl.pointer_type(arrivals.dtype.element_ty)), alignment) + first
+    # Triton takes an address below 2^31 for 32 bits, which no pointer has: a heap on the CPU can lie so low.
+    pointer = address.to(tl.int64).to(tl.pointer_type(arrivals.dtype.element_ty))
+    local_piece = tl.multiple_of(pointer, alignment) + first
 
     total = tl.full((elements,), 0.0, tl.float32)
     for peer in tl.static_range(num_ranks):
