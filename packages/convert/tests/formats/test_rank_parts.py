@@ -35,17 +35,23 @@ def written_by_two(tmp_path: Path, placement: Placement, *, is_archive: bool = T
     return tmp_path / "rank_1.pt"
 
 
+def assert_every_tool_refuses(file: Path, *, message: str, way_out: str, out: Path) -> None:
+    """Refused with a message that matches and a way out; a conversion to `out` writes nothing."""
+    [problem] = verify(file).problems
+    assert problem.problem.startswith("one rank's part of")
+    for refuses in (inspect, open_checkpoint, lambda file: convert(file, out, to="hf")):
+        with pytest.raises(RankPart, match=message) as info:
+            refuses(file)
+        assert way_out in str(info.value)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Partial()], ids=str)
 @pytest.mark.parametrize("nests", [False, True], ids=["named", "inside a value"])
 def test_a_ranks_part_is_refused_by_every_tool(tmp_path: Path, placement: Placement, nests: bool) -> None:
     file = written_by_two(tmp_path, placement, nests=nests)
-    [problem] = verify(file).problems
-    assert problem.problem.startswith("one rank's part of")
-    for refuses in (inspect, open_checkpoint, lambda file: convert(file, tmp_path / "out", to="hf")):
-        with pytest.raises(RankPart, match=r"Expected whole tensors in '.*rank_1.pt', got one rank's part of") as info:
-            refuses(file)
-        assert "full_tensor()" in str(info.value)
-    assert not (tmp_path / "out").exists()
+    message = r"Expected whole tensors in '.*rank_1.pt', got one rank's part of"
+    assert_every_tool_refuses(file, message=message, way_out="full_tensor()", out=tmp_path / "out")
 
 
 def test_all_parts_are_counted(tmp_path: Path) -> None:
@@ -95,13 +101,8 @@ def test_a_file_of_megatron_with_one_ranks_part_of_the_model_is_refused_by_every
     tmp_path: Path, kind: str
 ) -> None:
     file = written_by_megatron(tmp_path, Namespace(**{f"{kind}_model_parallel_size": 2}))
-    [problem] = verify(file).problems
-    assert problem.problem.startswith("one rank's part of")
-    for refuses in (inspect, open_checkpoint, lambda file: convert(file, tmp_path / "out", to="hf")):
-        with pytest.raises(RankPart, match=f"part of 'model.weight'.*args have {kind}_model_parallel_size=2") as info:
-            refuses(file)
-        assert "--ckpt-format torch_dist" in str(info.value)
-    assert not (tmp_path / "out").exists()
+    message = f"part of 'model.weight'.*args have {kind}_model_parallel_size=2"
+    assert_every_tool_refuses(file, message=message, way_out="--ckpt-format torch_dist", out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("args", [{"tensor_model_parallel_size": 2}, Namespace(tensor_model_parallel_size=2)], ids=type)
