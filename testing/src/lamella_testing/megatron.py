@@ -366,12 +366,13 @@ def scale_auxiliary_losses(num_microbatches: int, device: str = "cpu") -> None:
 
 
 def ddp_config(**changes: Any) -> Any:
-    """A `DistributedDataParallelConfig` of ZeRO-3 with sums in fp32; keywords change or add fields."""
+    """A `DistributedDataParallelConfig` of ZeRO-3, a unit a layer, sums in fp32; keywords change or add fields."""
     config = importlib.import_module("megatron.core.distributed").DistributedDataParallelConfig
     fields = {
         "use_megatron_fsdp": True,
         "data_parallel_sharding_strategy": "optim_grads_params",
         "grad_reduce_in_fp32": True,
+        "bucket_size": 1,
     }
     return config(**{**fields, **changes})
 

@@ -32,6 +32,7 @@ from lamella_engine.extending import local_of
 from lamella_megatron._model.configuration import (
     check_model_config,
     check_options,
+    min_unit_size_of,
     options_of,
     placements_of,
     policy_of,
@@ -41,6 +42,8 @@ from lamella_megatron._model.float8_weights import with_float8_weights
 from lamella_megatron._model.placement import check_group, num_instances, split_parameters
 from lamella_megatron._model.sharded_model import fully_shard_model, innermost
 from lamella_megatron._overlap.schedule_plan import schedule_by_plans
+
+_CHOICES_OF_UNITS = frozenset({"layer_groups", "min_unit_size", "unit_classes"})
 
 
 class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core has no types
@@ -63,7 +66,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             `docs/reference/megatron_fsdp.md` lists them.
         module: The model, or a `Float16Module` around one; the innermost module is sharded, in place. A model of
             `build_sharded_model` stays as it is: its stage must be the strategy's.
-        disable_bucketing: Changes nothing: units are the buckets.
+        disable_bucketing: Changes nothing: megatron-core sets it where buckets would not overlap.
         pg_collection: megatron-core's `ProcessGroupCollection`; None takes the groups of `parallel_state`.
         fully_shard_kwargs: Arguments of `lamella_megatron.fully_shard_model`, over what `ddp_config` says.
 
@@ -106,6 +109,9 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             policy = with_float8_weights(policy, ddp_config, self._root)
             options = options_of(ddp_config, policy.param_dtype)
             arguments = {"mp_policy": policy, "options": options, **fully_shard_kwargs}
+            if not (config.overlap_moe_expert_parallel_comm or fully_shard_kwargs.keys() & _CHOICES_OF_UNITS):
+                # Not under overlap, whose order runs the forward of one layer beside the backward of its neighbour.
+                arguments["min_unit_size"] = min_unit_size_of(ddp_config)
             fully_shard_model(self._root, groups=pg_collection, **arguments)
         self._check_stage()
         if config.overlap_moe_expert_parallel_comm:

@@ -1,8 +1,8 @@
 """megatron-core's `DistributedDataParallelConfig` in lamella's terms: a stage, a precision policy, budgets.
 
 Note [Each option has one answer]
-    A field either changes how units are sharded, or changes nothing here (buckets, the place of a division: units are
-    the buckets, and results are the same), or asks for something else than lamella does, and is refused with another
+    A field either changes how units are sharded, or changes nothing here (padded buckets, the place of a division:
+    results are the same), or asks for something else than lamella does, and is refused with another
     value than the default. A field of a later megatron-core that is in none of the tables is refused as well.
 """
 
@@ -28,6 +28,7 @@ _OUTER = {"no_shard": HSDP, "optim": HFSDP}
 # Read here, by the wrapper, or by megatron-core.
 _USED = frozenset(
     {
+        "bucket_size",
         "check_for_nan_in_grad",
         "data_parallel_sharding_strategy",
         "fp8_param_gather",
@@ -49,7 +50,6 @@ _NO_EFFECT = frozenset(
     {
         "align_param_gather",
         "average_in_collective",
-        "bucket_size",
         "delay_wgrad_compute",
         "fsdp_all_gather_in_start_param_sync",
         "gradient_reduce_div_fusion",
@@ -89,6 +89,8 @@ _REFUSED_OF_MODELS = {
         "No unit waits for its stream. Set overlap_moe_expert_parallel_comm and delay_wgrad_compute in its place.",
     ),
 }
+
+_MAX_JOINED = 40_000_000  # Below, hooks and exchanges of a unit take the host longer than its compute takes a GPU.
 
 
 def check_model_config(config: Any) -> None:
@@ -185,3 +187,14 @@ def options_of(ddp_config: Any, compute_dtype: torch.dtype | None) -> ShardingOp
     itemsize = (compute_dtype or torch.float32).itemsize
     budget = None if elements is None else int(elements) * itemsize
     return ShardingOptions(placements=placements_of(ddp_config), prefetch_budget=budget)
+
+
+def min_unit_size_of(ddp_config: Any) -> int:
+    """The number of parameters until which neighbouring layers are one unit: a bucket's, at most 40 million.
+
+    The most is the default of `DistributedDataParallel` for up to 40 ranks. It grows with the ranks there, and a unit
+    of ZeRO-3 must not: its weights are whole during its compute.
+
+    Source: `DistributedDataParallel` of megatron-core 0.19.2.
+    """
+    return min(ddp_config.bucket_size or _MAX_JOINED, _MAX_JOINED)

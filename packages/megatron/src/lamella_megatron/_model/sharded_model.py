@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from lamella_megatron._model.construction import after_construction
 from lamella_megatron._model.expert_units import Stage, check_stage, expert_arguments, expert_modules
 from lamella_megatron._model.fused_layers import connect_fused_layers
 from lamella_megatron._model.placement import GroupsByName, Meshes, Placement, broadcast_weights, mark_unmarked_parts
-from lamella_megatron._model.units import layers_of, with_groups
+from lamella_megatron._model.units import layers_of, with_groups, with_neighbours
 from lamella_megatron._model.units import unit_classes as _layer_classes
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,6 +30,7 @@ def fully_shard_model(
     unit_classes: Collection[type[nn.Module]] | None = None,
     groups_by_name: GroupsByName | None = None,
     layer_groups: str | None = None,
+    min_unit_size: int | None = None,
     expert_stage: Stage | None = None,
     **fully_shard_kwargs: Any,
 ) -> M:
@@ -59,6 +60,8 @@ def fully_shard_model(
         layer_groups: A HybridModel's pattern with brackets around the layers of each unit, as in `"M[M*][ME]"`. Names,
             checkpoints and the forward stay as they are. A model whose groups are stacks of their own needs no
             argument.
+        min_unit_size: Neighbouring layers are one unit until they hold as many of this rank's parameters: fewer hooks
+            and exchanges, where the host is slower than a small layer's compute. None: each layer is a unit.
         expert_stage: The ZeRO stage of experts, as `placements` of `options` are of all other parameters: one, or two
             with several instances. The experts of a layer are a unit of their own then. None: the stage of `options`,
             and experts in their layer's unit.
@@ -72,8 +75,8 @@ def fully_shard_model(
         ImportError: megatron-core is not installed.
         ValueError: The model has no layers, or units already; a process group is missing, or its ranks hold different
             parts of the model; a parameter is a DTensor or a part of generalized tensor parallelism; `layer_groups`
-            does not fit; `expert_stage` for a model without experts, or with `groups_by_name`; or the errors of
-            `fully_shard`.
+            does not fit, or stands beside `min_unit_size`; `min_unit_size` is below 1; `expert_stage` for a model
+            without experts, or with `groups_by_name`; or the errors of `fully_shard`.
         TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups.
 
     Effects: the allocations of `lamella_engine.fully_shard`, once a unit; a broadcast of each parameter with values
@@ -86,7 +89,7 @@ def fully_shard_model(
             f"Expected a model without units, got {name!r}, a unit already. Call fully_shard_model once, on a model of "
             "which no module was sharded."
         )
-    units = layers if layer_groups is None else with_groups(model, layers, layer_groups)
+    units = _units_of(model, layers, layer_groups, min_unit_size)
     sharding = _UnitArguments(groups, fully_shard_kwargs, _device_type(model), groups_by_name, expert_stage)
     placement = sharding.placement(model)
     sharding.check_expert_stage(model, unit_classes)
@@ -129,8 +132,8 @@ def build_sharded_model(
     Raises:
         ValueError: Parameters are on the meta device; or the errors of `fully_shard_model`.
         ImportError: megatron-core is not installed.
-        TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups. Or `groups_by_name` or
-            `layer_groups`, which need the whole model.
+        TypeError: `mesh` or `shard_placement_fn` was given: both follow from the groups. Or `groups_by_name`,
+            `layer_groups` or `min_unit_size`, which need the whole model.
 
     Effects: a broadcast of each parameter over its ranks, and shards, a layer at a time. The constructors of
         megatron-core's layers are exchanged while `build` runs, for all threads.
@@ -233,6 +236,8 @@ _WAYS_OUT = {
     "fully_shard_model.",
     "layer_groups": "A layer that is being built does not know its neighbours. Build the model whole, and call "
     "fully_shard_model.",
+    "min_unit_size": "A layer that is being built does not know its neighbours. Build the model whole, and call "
+    "fully_shard_model.",
 }
 
 
@@ -240,6 +245,24 @@ def _refuse_arguments(kwargs: dict[str, Any], *names: str) -> None:
     for name in names:
         if name in kwargs:
             raise TypeError(f"Expected no `{name}`, got one. {_WAYS_OUT[name]}")
+
+
+def _units_of(
+    model: nn.Module, layers: list[nn.Module], layer_groups: str | None, min_unit_size: int | None
+) -> Sequence[nn.Module | list[nn.Module]]:
+    """The layers, alone or several together."""
+    if min_unit_size is not None and min_unit_size < 1:
+        raise ValueError(
+            f"Expected `min_unit_size` of at least 1 parameter, got {min_unit_size}. Leave it out for a unit a layer."
+        )
+    if min_unit_size is not None and layer_groups is not None:
+        raise ValueError(
+            f"Expected `min_unit_size` or `layer_groups`, which both choose the layers of a unit, got {min_unit_size} "
+            f"and {layer_groups!r}. Leave one of them out."
+        )
+    if layer_groups is not None:
+        return with_groups(model, layers, layer_groups)
+    return layers if min_unit_size is None else with_neighbours(model, layers, min_unit_size)
 
 
 def _finish(model: nn.Module) -> None:

@@ -103,6 +103,37 @@ def with_groups(model: nn.Module, layers: list[nn.Module], groups: str) -> list[
     return units
 
 
+def with_neighbours(model: nn.Module, layers: list[nn.Module], min_size: int) -> list[nn.Module | list[nn.Module]]:
+    """The layers of a model, with neighbours in one list of modules together until they hold enough parameters.
+
+    Layers of one list run in the list's order. A layer with a unit inside, as a multi-token prediction layer, stays
+    alone, and so does the rest of a list, however small.
+
+    Args:
+        model: The model of the layers.
+        layers: The layers from `layers_of`.
+        min_size: The number of this rank's parameters from which on a unit is closed.
+    """
+    places = {
+        child: (modules, index)
+        for modules in model.modules()
+        if isinstance(modules, nn.ModuleList)
+        for index, child in enumerate(modules)
+    }
+    units: list[list[nn.Module]] = []
+    size = 0
+    for layer in layers:
+        modules, index = places.get(layer, (None, 0))
+        is_neighbour = bool(units) and modules is not None and places.get(units[-1][-1]) == (modules, index - 1)
+        if is_neighbour and size < min_size:
+            units[-1].append(layer)
+        else:
+            units.append([layer])
+            size = 0
+        size += sum(parameter.numel() for parameter in layer.parameters())
+    return [unit if len(unit) > 1 else unit[0] for unit in units]
+
+
 def groups_of_all_stages(model: nn.Module, groups: str) -> Pattern:
     """The pattern of a HybridModel's layers on all pipeline stages, with groups.
 
