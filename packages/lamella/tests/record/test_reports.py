@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_a_result_on_a_full_disk_is_an_error() -> None:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     error = b"lamella: error: Expected to write to standard output, got No space left on device.\n"
     assert (ended.returncode, ended.stderr) == (2, error)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_held_back_for_a_full_disk_leaves_the_exit_code(stream: Literal["stdout", "stderr"]) -> None:
+    program = (
+        "import sys; import lamella.__main__ as program\n"
+        f"sys.{stream}.reconfigure(line_buffering=False, write_through=False)\n"
+        f"program._main = lambda: sys.{stream}.write('part of a line') and 3\n"
+        "sys.exit(program.main())"
+    )
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        assert subprocess.run([sys.executable, "-c", program], **outputs, check=False).returncode == 3
 
 
 def test_closed_outputs_are_opened_for_a_program_and_its_workers() -> None:

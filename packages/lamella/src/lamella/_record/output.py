@@ -79,6 +79,22 @@ def leave_output(error: OSError) -> None:
             print(f"lamella: the output cannot be written ({error.strerror}): its lines are left out.", file=sys.stderr)
 
 
+def flush_outputs() -> None:
+    """Write out what both outputs hold back, or discard it.
+
+    Where a terminal has ended or a disk is full, the interpreter's own flush at exit would fail, and change the exit
+    code to 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        leave_output(error)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr.fileno())
+
+
 def _discard(descriptor: int) -> None:
     """Let writes to a descriptor go nowhere: otherwise each line would raise, and the interpreter's flush at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
