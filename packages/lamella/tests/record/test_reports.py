@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -63,7 +62,7 @@ def test_a_result_on_a_full_disk_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output_held_back_for_a_full_disk_leaves_the_exit_code(stream: Literal["stdout", "stderr"]) -> None:
+def test_output_held_back_for_a_full_disk_leaves_the_exit_code(stream: str) -> None:
     program = (
         "import sys; import lamella.__main__ as program\n"
         f"sys.{stream}.reconfigure(line_buffering=False, write_through=False)\n"
@@ -71,8 +70,9 @@ def test_output_held_back_for_a_full_disk_leaves_the_exit_code(stream: Literal["
         "sys.exit(program.main())"
     )
     with open("/dev/full", "w", encoding="utf-8") as full:
-        outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
-        assert subprocess.run([sys.executable, "-c", program], **outputs, check=False).returncode == 3
+        stdout, stderr = (full if name == stream else subprocess.PIPE for name in ("stdout", "stderr"))
+        ended = subprocess.run([sys.executable, "-c", program], stdout=stdout, stderr=stderr, check=False)
+    assert ended.returncode == 3
 
 
 def test_closed_outputs_are_opened_for_a_program_and_its_workers() -> None:

@@ -143,6 +143,15 @@ def test_options_without_their_state_in_the_checkpoint_are_refused(config: Confi
     assert "Pass the former options (alpha=0.9), or another --run-dir." in message
 
 
+def test_muon_goes_on_with_the_options_of_its_run_and_with_other_values(config: Config, train: TrainOn) -> None:
+    config = with_optim(config, optimizer="muon", optimizer_options=("momentum=0.2", "nesterov=false"), steps=2)
+    train(config, 1)
+    longer = with_optim(config, steps=3)
+    assert prepare(place(with_optim(longer, optimizer_options=("nesterov=true", "momentum=0.2")))).first_step == 2
+    message = refusal(with_optim(longer, optimizer_options=("nesterov=false",)))
+    assert "Expected momentum in --optimizer-options, as in the run to be resumed, got no value. Pass mom" in message
+
+
 @pytest.mark.parametrize(
     ("optimizer", "before", "now", "is_refused"),
     [

@@ -211,3 +211,33 @@ def test_dropout_differs_by_step_and_rank_and_is_a_resumed_runs_too(config: Conf
     assert resumed == [masks[3:] for masks in by_rank]
     assert losses_of(run_directory(config)) == uninterrupted
     assert seed_of(0, 3, 1) != seed_of(1, 3, 1)
+
+
+def test_checkpoints_in_another_folder_than_at_the_last_start_are_refused_and_nothing_is_lost(
+    config: Config, finished: RunDirectory, tmp_path: Path
+) -> None:
+    metrics = finished.metrics.read_bytes()
+    message = refusal(longer(config, checkpoints=str(tmp_path / "other")))
+    assert f"of step 6 in {str(finished.checkpoints)!r}, got {str(tmp_path / 'other')!r}, with none" in message
+    older = Path(shutil.copytree(finished.checkpoints, tmp_path / "older"))
+    shutil.rmtree(older / "step_00000006")
+    assert "with 3. Pass the former as --checkpoints" in refusal(longer(config, checkpoints=str(older)))
+    assert finished.metrics.read_bytes() == metrics
+
+
+def test_moved_checkpoints_and_a_run_without_them_go_on(config: Config, finished: RunDirectory, tmp_path: Path) -> None:
+    moved = finished.checkpoints.rename(tmp_path / "moved")
+    assert prepare(place(longer(config, checkpoints=str(moved)))).first_step == 6
+    shutil.rmtree(moved)
+    finished.config.write_text("{}", encoding="utf-8")
+    assert prepare(place(longer(config))).first_step == 0
+
+
+def test_another_number_of_validated_sequences_is_said_at_the_start(config: Config, finished: RunDirectory) -> None:
+    before, now = config.run.validation_sequences, config.run.validation_sequences + 1
+    expected = f"validation: on {now} sequences from now on, {before} before: losses before and after are of other "
+    lines = prepare(place(longer(config, validation_sequences=now))).lines
+    assert [line for line in lines if line.startswith("validation")] == [f"{expected}texts"]
+    assert not any(
+        line.startswith("validation") for line in prepare(place(longer(config, validation_sequences=now))).lines
+    )

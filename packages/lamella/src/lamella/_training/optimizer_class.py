@@ -101,11 +101,7 @@ class OptimizerClass:
             ConfigError: A stored option is absent: the checkpoint's param groups would bring its value back. Or the
                 step of a small matrix fails on the state of a step under the stored options.
         """
-        if absent := sorted(stored.options.keys() - self.options.keys()):
-            raise ConfigError(
-                f"Expected {absent[0]} in --optimizer-options, as in the run to be resumed, got no value. Pass "
-                f"{absent[0]}={json.dumps(stored.options[absent[0]])}, or another value, or another --run-dir."
-            )
+        _check_options_named(stored.options, self.options)
         matrix = torch.nn.Parameter(torch.ones(_TRIAL_SHAPE))
         matrix.grad = torch.ones_like(matrix)
         groups = [{"params": [matrix]}]
@@ -177,6 +173,23 @@ def _refuse_options_of_adamw(optim: OptimConfig) -> None:
                 f"Expected --{name} with --optimizer adamw or muon, got {value} with {optim.optimizer}. Leave it out, "
                 "and pass the optimizer's arguments as --optimizer-options, such as betas=[0.9,0.99]."
             )
+
+
+def check_muon_options(stored: OptimConfig, optim: OptimConfig) -> None:
+    """Refuse options of Muon without an option of the run to be resumed, as `OptimizerClass.check_state`.
+
+    Raises:
+        ConfigError: A stored option is absent.
+    """
+    _check_options_named(_options(stored), _options(optim))
+
+
+def _check_options_named(stored: Mapping[str, object], options: Mapping[str, object]) -> None:
+    if absent := sorted(stored.keys() - options.keys()):
+        raise ConfigError(
+            f"Expected {absent[0]} in --optimizer-options, as in the run to be resumed, got no value. Pass "
+            f"{absent[0]}={json.dumps(stored[absent[0]])}, or another value, or another --run-dir."
+        )
 
 
 def muon_options(optim: OptimConfig) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from lamella._model.spec import load_spec
 from lamella._record.metrics import rewind
 from lamella._record.output import one_line
 from lamella._record.run_directory import RunDirectory
-from lamella._settings.config import GROUPS, Config, to_values
+from lamella._settings.config import GROUPS, Config, resolve, to_values
+from lamella._settings.files import read_file
 from lamella._settings.mixture import weight_of_source
 from lamella._settings.options import ConfigError, fields_of
 from lamella._settings.sections import DataConfig, ModelConfig, OptimConfig, Packing, RunConfig
 from lamella._streaming.reader import WINDOW_ORDER
-from lamella._training.optimizer_class import ADAMW, OptimizerClass
+from lamella._training.optimizer_class import ADAMW, OptimizerClass, check_muon_options
 from lamella_checkpoint import CheckpointDamaged, CheckpointDirectory, CheckpointMismatch, check
 from lamella_convert import open_checkpoint
 from lamella_transformers import ModelSpec, fingerprint_of_weights
@@ -67,8 +68,8 @@ def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
     """Return the checkpoint to go on from: the newest, or `--from-step`'s; None in a new run.
 
     Raises:
-        ConfigError: The step has no checkpoint, the newest has lost the metadata, or `--resume` and `--no-resume`
-            say otherwise.
+        ConfigError: The step has no checkpoint, the newest has lost the metadata, `--resume` and `--no-resume` say
+            otherwise, or the run has a later checkpoint in the folder of its last start.
     """
     checkpoints = CheckpointDirectory(directory.checkpoints)
     checkpoint = _newest(checkpoints) if run.from_step is None else _checkpoint_at(checkpoints, run.from_step)
@@ -79,7 +80,45 @@ def wanted_checkpoint(directory: RunDirectory, run: RunConfig) -> Path | None:
             f"Expected no checkpoint in {str(directory.root)!r}, got {checkpoint.name}. "
             "Pass another --run-dir, or leave out --no-resume."
         )
+    if run.from_step is None:
+        _check_later_checkpoints(directory, checkpoints)
     return checkpoint
+
+
+def _check_later_checkpoints(directory: RunDirectory, checkpoints: CheckpointDirectory) -> None:
+    """Refuse another `--checkpoints` than at the run's last start, which saved a later step there.
+
+    The run would go back, or begin anew, and drop the records of the steps between.
+    """
+    former_run = _settings_of_last_start(directory)
+    if former_run is None:
+        return
+    last_start = RunDirectory(directory.root, former_run.checkpoints)
+    newest = max(checkpoints.steps(), default=None)
+    former = max(CheckpointDirectory(last_start.checkpoints).steps(), default=None)
+    if former is not None and (newest is None or newest < former):
+        raise ConfigError(
+            f"Expected the checkpoints of the run in {str(directory.root)!r}, of step {former} in "
+            f"{str(last_start.checkpoints)!r}, got {str(checkpoints.root)!r}, with {newest or 'none'}. Pass the former "
+            "as --checkpoints, move its checkpoints there, or pass another --run-dir."
+        )
+
+
+def _settings_of_last_start(directory: RunDirectory) -> RunConfig | None:
+    """Return settings of the run's last start; None in a new run, and after another version of lamella."""
+    try:
+        return resolve(read_file(str(directory.config))).run
+    except ConfigError:
+        return None
+
+
+def validation_lines(directory: RunDirectory, run: RunConfig) -> list[str]:
+    """Return a line to print if the run to go on is validated on another number of sequences from now on."""
+    former = _settings_of_last_start(directory)
+    if former is None or former.validation_sequences == run.validation_sequences:
+        return []
+    numbers = f"{run.validation_sequences} sequences from now on, {former.validation_sequences} before"
+    return [f"validation: on {numbers}: losses before and after are of other texts"]
 
 
 def _newest(checkpoints: CheckpointDirectory) -> Path | None:
@@ -177,12 +216,16 @@ def _check_stream(stored: Mapping[str, object], stream: Mapping[str, object], te
 
 
 def _check_optimizer_options(stored: Mapping[str, object], stream: Mapping[str, object]) -> None:
-    """Refuse options of an optimizer by import path that need other state than the stored options."""
+    """Refuse options that leave out one of the stored options, or need other state of an optimizer by import path."""
     name, options = str(stream["optim.optimizer"]), cast("tuple[str, ...]", stream[_OPTIONS])
     former = tuple(cast("tuple[str, ...]", stored.get(_OPTIONS, options)))
-    if former != options and name not in (ADAMW, MUON):
-        before, now = (OptimizerClass.of(OptimConfig(optimizer=name, optimizer_options=o)) for o in (former, options))
-        now.check_state(before)
+    if former == options or name == ADAMW:
+        return
+    before, now = (OptimConfig(optimizer=name, optimizer_options=named) for named in (former, options))
+    if name == MUON:
+        check_muon_options(before, now)
+    else:
+        OptimizerClass.of(now).check_state(OptimizerClass.of(before))
 
 
 def _check_settings(stored: Mapping[str, object], settings: Mapping[str, object]) -> None:

@@ -24,7 +24,7 @@ from lamella._settings.config import Config, to_values
 from lamella._settings.options import ConfigError
 from lamella._streaming.reader import streaming_lines
 from lamella._training.checks import CheckedRun
-from lamella._training.resume import go_back
+from lamella._training.resume import go_back, validation_lines
 from lamella._training.sources import RunSources, lacks_model
 from lamella_checkpoint import CheckpointDamaged
 from lamella_convert import keep_published
@@ -38,7 +38,7 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         config: The run's settings.
         run: The run, checked.
         sources: The run's sources.
-        lines: The lines to print at the start; those on packing and on what is set aside are added.
+        lines: The lines to print at the start; those on packing, on validation and on what is set aside are added.
         is_first: True on the host of rank 0, to which the metrics belong, and whose rank sets checkpoints aside.
 
     Raises:
@@ -57,6 +57,8 @@ def write(config: Config, run: CheckedRun, sources: RunSources, lines: list[str]
         else:
             sequences = tokens.sequences("train", config.data.sequence_length)
             lines += mixture_lines(sequences, config.data, config.optim.steps * config.optim.batch_size)
+        if run.checkpoint is not None:
+            lines += validation_lines(directory, config.run)
         if is_first:
             lines += go_back(directory, sources.first_step if run.checkpoint is not None else -1)
         if run.model.pretrained is None:
