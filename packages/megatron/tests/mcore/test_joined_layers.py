@@ -95,7 +95,9 @@ def test_joined_layers_that_are_recomputed_one_by_one_train_to_the_bits_of_a_uni
     assert all(torch.equal(*pair) for pair in zip(alone, joined, strict=True))
 
 
-def _lengths_in_wrapper(bucket_size: int | None, *, is_overlapped: bool = False, **kwargs: Any) -> list[int]:
+def _lengths_in_wrapper(
+    bucket_size: int | None, fields: Mapping[str, object] | None = None, **kwargs: Any
+) -> list[int]:
     from megatron.core import parallel_state
 
     from lamella_megatron.training import ShardedModel
@@ -105,7 +107,7 @@ def _lengths_in_wrapper(bucket_size: int | None, *, is_overlapped: bool = False,
     seed_random_states(0)
     config = tiny_config(num_layers=3)
     module: Any = tiny_gpt(config)
-    config.overlap_moe_expert_parallel_comm = is_overlapped
+    vars(config).update(fields or {})
     ShardedModel(config, ddp_config(bucket_size=bucket_size), module, **kwargs)
     return _unit_lengths(module.decoder.layers)
 
@@ -123,7 +125,9 @@ def test_the_wrapper_joins_no_layers_whose_units_the_caller_or_an_order_chooses(
     def on_each_rank() -> None:
         assert _lengths_in_wrapper(None, min_unit_size=1) == [1, 1, 1]
         assert _lengths_in_wrapper(None, unit_classes=unit_classes()) == [1, 1, 1]
-        assert _lengths_in_wrapper(None, is_overlapped=True) == [1, 1, 1]
+        assert _lengths_in_wrapper(None, {"overlap_moe_expert_parallel_comm": True}) == [1, 1, 1]
+        assert _lengths_in_wrapper(None, FULL_RECOMPUTATION) == [1, 1, 1]
+        assert _lengths_in_wrapper(None, {"recompute_granularity": "selective"}) == [3]
 
     run_ranks(on_each_rank, 1)
 
@@ -136,6 +140,8 @@ def test_a_bucket_of_many_ranks_joins_no_more_layers_than_one_of_few() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     def on_each_rank() -> None:
         model = make_model("*E*E", Layout(num_ranks=1))
+        with pytest.raises(ValueError, match="`ddp_config.bucket_size` of at least 1 parameter, or None, got 0"):
+            min_unit_size_of(ddp_config(bucket_size=0))
         with pytest.raises(ValueError, match="`min_unit_size` of at least 1 parameter, got 0"):
             fully_shard_model(model, min_unit_size=0)
         with pytest.raises(ValueError, match=r"`min_unit_size` or `layer_groups`.* got 5 and '\[\*E\]\[\*E\]'"):

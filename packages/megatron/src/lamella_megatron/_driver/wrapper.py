@@ -109,8 +109,7 @@ class ShardedModel(_BaseDataParallel):  # type: ignore[misc]  # megatron-core ha
             policy = with_float8_weights(policy, ddp_config, self._root)
             options = options_of(ddp_config, policy.param_dtype)
             arguments = {"mp_policy": policy, "options": options, **fully_shard_kwargs}
-            if not (config.overlap_moe_expert_parallel_comm or fully_shard_kwargs.keys() & _CHOICES_OF_UNITS):
-                # Not under overlap, whose order runs the forward of one layer beside the backward of its neighbour.
+            if not (_runs_layers_apart(config) or fully_shard_kwargs.keys() & _CHOICES_OF_UNITS):
                 arguments["min_unit_size"] = min_unit_size_of(ddp_config)
             fully_shard_model(self._root, groups=pg_collection, **arguments)
         self._check_stage()
@@ -367,6 +366,15 @@ def replica_groups(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
     mesh = parameter.device_mesh
     axes = [axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)]
     return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+
+
+def _runs_layers_apart(config: Any) -> bool:
+    """Whether neighbouring layers have backwards of their own, each of which would gather and reduce a joined unit.
+
+    Overlapped, the forward of one layer runs beside the backward of its neighbour; recomputed in full, the layers of a
+    chunk go forward and backward before those of the chunk below.
+    """
+    return bool(config.overlap_moe_expert_parallel_comm) or config.recompute_granularity == "full"
 
 
 def _check_groups(ddp_config: Any, groups: Any) -> None:

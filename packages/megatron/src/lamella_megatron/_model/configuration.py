@@ -195,6 +195,15 @@ def min_unit_size_of(ddp_config: Any) -> int:
     The most is the default of `DistributedDataParallel` for up to 40 ranks. It grows with the ranks there, and a unit
     of ZeRO-3 must not: its weights are whole during its compute.
 
+    Raises:
+        ValueError: `bucket_size` is below 1.
+
     Source: `DistributedDataParallel` of megatron-core 0.19.2.
     """
-    return min(ddp_config.bucket_size or _MAX_JOINED, _MAX_JOINED)
+    size: int | None = ddp_config.bucket_size
+    if size is not None and size < 1:
+        raise ValueError(
+            f"Expected `ddp_config.bucket_size` of at least 1 parameter, or None, got {size}. None joins neighbouring "
+            f"layers until a unit holds {_MAX_JOINED:,} parameters; 1 makes each layer a unit."
+        )
+    return _MAX_JOINED if size is None else min(size, _MAX_JOINED)

@@ -61,7 +61,8 @@ def fully_shard_model(
             checkpoints and the forward stay as they are. A model whose groups are stacks of their own needs no
             argument.
         min_unit_size: Neighbouring layers are one unit until they hold as many of this rank's parameters: fewer hooks
-            and exchanges, where the host is slower than a small layer's compute. None: each layer is a unit.
+            and exchanges, where the host is slower than a small layer's compute. None: each layer is a unit. Layers
+            that are recomputed in several chunks had better not be joined: each chunk gathers and reduces the unit.
         expert_stage: The ZeRO stage of experts, as `placements` of `options` are of all other parameters: one, or two
             with several instances. The experts of a layer are a unit of their own then. None: the stage of `options`,
             and experts in their layer's unit.
