@@ -94,18 +94,18 @@ def _check_later_checkpoints(directory: RunDirectory, checkpoints: CheckpointDir
     if former_run is None:
         return
     last_start = RunDirectory(directory.root, former_run.checkpoints)
-    newest = max(checkpoints.steps(), default=None)
-    former = max(CheckpointDirectory(last_start.checkpoints).steps(), default=None)
-    if former is not None and (newest is None or newest < former):
+    newest_step = max(checkpoints.steps(), default=0)
+    former_step = max(CheckpointDirectory(last_start.checkpoints).steps(), default=0)
+    if newest_step < former_step:
         raise ConfigError(
-            f"Expected the checkpoints of the run in {str(directory.root)!r}, of step {former} in "
-            f"{str(last_start.checkpoints)!r}, got {str(checkpoints.root)!r}, with {newest or 'none'}. Pass the former "
-            "as --checkpoints, move its checkpoints there, or pass another --run-dir."
+            f"Expected the checkpoints of the run in {str(directory.root)!r}, of step {former_step} in "
+            f"{str(last_start.checkpoints)!r}, got {str(checkpoints.root)!r}, with {newest_step or 'none'}. "
+            "Pass the former as --checkpoints, move its checkpoints there, or pass another --run-dir."
         )
 
 
 def _settings_of_last_start(directory: RunDirectory) -> RunConfig | None:
-    """Return settings of the run's last start; None in a new run, and after another version of lamella."""
+    """Return the settings of the run's last start; None in a new run, and after another version of lamella."""
     try:
         return resolve(read_file(str(directory.config))).run
     except ConfigError:
@@ -221,7 +221,7 @@ def _check_optimizer_options(stored: Mapping[str, object], stream: Mapping[str, 
     former = tuple(cast("tuple[str, ...]", stored.get(_OPTIONS, options)))
     if former == options or name == ADAMW:
         return
-    before, now = (OptimConfig(optimizer=name, optimizer_options=named) for named in (former, options))
+    before, now = (OptimConfig(optimizer=name, optimizer_options=arguments) for arguments in (former, options))
     if name == MUON:
         check_muon_options(before, now)
     else:

@@ -2,8 +2,8 @@
 
 Note [Each option has one answer]
     A field either changes how units are sharded, or changes nothing here (padded buckets, the place of a division:
-    results are the same), or asks for something else than lamella does, and is refused with another
-    value than the default. A field of a later megatron-core that is in none of the tables is refused as well.
+    results are the same), or asks for something else than lamella does, and is refused with another value than the
+    default. A field of a later megatron-core that is in none of the tables is refused as well.
 """
 
 from __future__ import annotations

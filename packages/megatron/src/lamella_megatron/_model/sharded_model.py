@@ -228,17 +228,19 @@ class _UnitArguments:
         unit.set_gradient_divide_factor(float(self.meshes.dense.size()))
 
 
+_RANKS_BY_GROUPS = (
+    "`groups` says over which ranks parameters are sharded. Leave it out, or shard by lamella_engine.fully_shard."
+)
+_NO_NEIGHBOURS = (
+    "A layer that is being built does not know its neighbours. Build the model whole, and call fully_shard_model."
+)
 _WAYS_OUT = {
-    "mesh": "`groups` says over which ranks parameters are sharded. Leave it out, or shard by "
-    "lamella_engine.fully_shard.",
-    "shard_placement_fn": "`groups` says over which ranks parameters are sharded. Leave it out, or shard by "
-    "lamella_engine.fully_shard.",
+    "mesh": _RANKS_BY_GROUPS,
+    "shard_placement_fn": _RANKS_BY_GROUPS,
     "groups_by_name": "Names below a layer that is being built are not the model's. Build the model whole, and call "
     "fully_shard_model.",
-    "layer_groups": "A layer that is being built does not know its neighbours. Build the model whole, and call "
-    "fully_shard_model.",
-    "min_unit_size": "A layer that is being built does not know its neighbours. Build the model whole, and call "
-    "fully_shard_model.",
+    "layer_groups": _NO_NEIGHBOURS,
+    "min_unit_size": _NO_NEIGHBOURS,
 }
 
 

@@ -107,7 +107,7 @@ def with_neighbours(model: nn.Module, layers: list[nn.Module], min_size: int) ->
     """The layers of a model, with neighbours in one list of modules together until they hold enough parameters.
 
     Layers of one list run in the list's order. A layer with a unit inside, as a multi-token prediction layer, stays
-    alone, and so does the rest of a list, however small.
+    alone. The last layers of a list are a unit, however small.
 
     Args:
         model: The model of the layers.
