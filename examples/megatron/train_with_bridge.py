@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks")
     parser.add_argument("--expert-parallel", type=int, default=1, help="ranks, of a mixture of experts")
-    parser.add_argument("--deterministic", action="store_true", help="repeatable kernels, and torch's gated delta rule")
+    parser.add_argument("--deterministic", action="store_true", help="repeatable kernels of one Triton cache")
     options = parser.parse_args()
     bridge = AutoBridge.from_hf_pretrained(str(options.folder))
     if hasattr(bridge.hf_pretrained.config, "vision_config"):
@@ -62,7 +62,9 @@ def train(bridge: Any, options: argparse.Namespace) -> None:
     """Train to the last step, from the newest checkpoint or the folder's weights."""
     if options.deterministic:
         # Without the first, megatron-core refuses Transformer Engine's attention. Without torch's switch the sums of an
-        # embedding's gradient, and of tokens that experts return, depend on the order in which the GPU adds them.
+        # embedding's gradient, and of tokens that experts return, depend on the order in which the GPU adds them. The
+        # gated delta rule is torch's, but a norm of flash-linear-attention's is tuned by each process, and another
+        # choice adds in another order: only runs with the same TRITON_CACHE_DIR are equal.
         os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", CUBLAS_WORKSPACE_CONFIG=":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
