@@ -1,8 +1,10 @@
 """`--deterministic`: runs of one seed and a resumed run are equal bit for bit; what cannot be is refused by name."""
 
 import importlib
+import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig
 
 from lamella import Config, ConfigError
+from lamella._model.tuned_functions import check_tuned_functions
 from lamella._processes.determinism import deterministic
 from lamella._processes.placement import Rank, place
 from lamella._record.metrics import StepRecord, ValidationRecord, read
@@ -121,3 +126,37 @@ def test_contradictions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
         deterministic(RUN),
     ):
         pass
+
+
+def test_functions_that_each_process_tunes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own file, imported where flash-linear-attention is installed, and where it is not."""
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("def chunk_gated_delta_rule(query, key, value, g, beta): ...\n")
+    original = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    config = AutoConfig.for_model("qwen3_5_text", hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fla", raising=False)
+    spec = importlib.util.spec_from_file_location(f"{original.__name__}_again", original.__file__)
+    assert spec is not None and spec.loader is not None
+    again: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, again)
+    spec.loader.exec_module(again)
+    with torch.device("meta"):
+        layers = nn.ModuleList([nn.Linear(2, 2), again.Qwen3_5GatedDeltaNet(config, layer_idx=0)])
+        check_tuned_functions(RUN, nn.ModuleList([original.Qwen3_5GatedDeltaNet(config, layer_idx=0)]))
+    check_tuned_functions(RunConfig(), layers)
+    refusal = "got functions of flash-linear-attention in '1', whose kernels each process"
+    with pytest.raises(ConfigError, match=refusal):
+        check_tuned_functions(RUN, layers)
+
+    function = again.torch_chunk_gated_delta_rule
+
+    class Wrapper(nn.Module):
+        """Of the library `kernels`, for a function."""
+
+        def forward(self, *args: Any) -> Any:
+            return function(*args)
+
+    again.torch_chunk_gated_delta_rule = Wrapper()
+    with pytest.raises(ConfigError, match=refusal):
+        check_tuned_functions(RUN, layers)

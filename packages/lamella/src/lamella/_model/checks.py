@@ -16,6 +16,7 @@ from lamella._model.float8 import check_float8
 from lamella._model.kernels import check_kernels
 from lamella._model.lora import add_adapters, check_peft
 from lamella._model.spec import check_context, load_spec, outline, refused_models
+from lamella._model.tuned_functions import check_tuned_functions
 from lamella._model.weights import pretrained_directory
 from lamella._settings.config import Config
 from lamella._settings.options import ConfigError
@@ -90,6 +91,7 @@ def check_model(config: Config, *, has_checkpoint: bool) -> CheckedModel:
     check_recompute(units.modules, config.parallel)
     check_float8(units.modules, config.parallel)
     check_kernels(config.model, spec.model_type, config.parallel)
+    check_tuned_functions(config.run, model)
     check_attention(config.model, spec, config.parallel)
     check_compiler(config.parallel)
     return CheckedModel(pretrained=pretrained, spec=spec, outline=model, checkpointed=checkpointed, units=units)
