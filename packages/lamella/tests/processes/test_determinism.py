@@ -145,7 +145,7 @@ def test_functions_that_each_process_tunes_are_refused(tmp_path: Path, monkeypat
         layers = nn.ModuleList([nn.Linear(2, 2), again.Qwen3_5GatedDeltaNet(config, layer_idx=0)])
         check_tuned_functions(RUN, nn.ModuleList([original.Qwen3_5GatedDeltaNet(config, layer_idx=0)]))
     check_tuned_functions(RunConfig(), layers)
-    refusal = "got functions of flash-linear-attention in '1', whose kernels each process"
+    refusal = "got functions of flash-linear-attention in Qwen3_5GatedDeltaNet, whose kernels each process"
     with pytest.raises(ConfigError, match=refusal):
         check_tuned_functions(RUN, layers)
 

@@ -2,10 +2,10 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from types import CellType
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -28,37 +28,39 @@ def check_tuned_functions(run: RunConfig, model: nn.Module) -> None:
         model: On any device.
 
     Raises:
-        ConfigError: Names the package and the module of the model.
+        ConfigError: Names the package and the class of the model.
     """
     if not run.deterministic:
         return
-    for name, module in model.named_modules():
-        for package in _packages(module):
-            if (distribution := _TUNED.get(package)) is not None:
+    files: set[str] = set()  # of classes before
+    for module in model.modules():
+        file = type(module).__module__
+        beside = vars(sys.modules[file]).values() if file in sys.modules and file not in files else ()
+        files.add(file)
+        for package in map(_package, (type(module), *vars(module).values(), *beside)):
+            if package is not None:
                 raise ConfigError(
-                    f"Expected a model of deterministic operations for --deterministic, got functions of "
-                    f"{distribution} in {name!r}, whose kernels each process chooses by their time. Uninstall "
-                    f"{distribution}, so that transformers takes torch's operations, or leave --deterministic out."
+                    f"Expected a model of deterministic operations for --deterministic, got functions of {package} in "
+                    f"{type(module).__name__}, whose kernels each process chooses by their time. Uninstall {package}, "
+                    "so that transformers takes torch's operations, or leave --deterministic out."
                 )
 
 
-def _packages(module: nn.Module) -> Iterator[str]:
-    """The packages of a module's class, of its attributes, and of the functions beside the class."""
-    namespace = vars(sys.modules[type(module).__module__]) if type(module).__module__ in sys.modules else {}
-    for value in (type(module), *vars(module).values(), *namespace.values()):
-        for function in _functions(value, _DEEPEST_WRAPPER) if callable(value) else ():
-            yield (getattr(function, "__module__", None) or "").partition(".")[0]
+def _package(value: object) -> str | None:
+    """The package of tuned functions of a class, or of a function or a function that it wraps; None for others."""
+    names = (getattr(function, "__module__", None) or "" for function in _functions(value, _DEEPEST_WRAPPER))
+    return next((_TUNED[root] for name in names if (root := name.partition(".")[0]) in _TUNED), None)
 
 
-def _functions(function: Callable[..., Any], num_wrappers: int) -> Iterator[Callable[..., Any]]:
-    """A function, and the functions that it wraps: in transformers a wrapper holds the installed package's."""
-    if isinstance(function, nn.Module):  # the `kernels` library's wrapper of a function
-        function = type(function).forward
-    yield function
-    if num_wrappers and inspect.isfunction(function):
-        for content in map(_content, function.__closure__ or ()):
-            if callable(content):
-                yield from _functions(content, num_wrappers - 1)
+def _functions(value: object, num_wrappers: int) -> Iterator[object]:
+    """A class or function, and the functions that it wraps: in transformers a wrapper holds the package's function."""
+    if isinstance(value, nn.Module):  # the `kernels` library's wrapper of a function
+        value = type(value).forward
+    if callable(value):
+        yield value
+    if num_wrappers and inspect.isfunction(value):
+        for content in map(_content, value.__closure__ or ()):
+            yield from _functions(content, num_wrappers - 1)
 
 
 def _content(cell: CellType) -> object:
