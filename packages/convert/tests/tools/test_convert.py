@@ -313,6 +313,26 @@ class TestSideFiles:
         assert json.loads((tmp_path / "b" / "config.json").read_text())["mark"] == 1
         assert set(opened(tmp_path / "b")) == {"a"}
 
+    def test_chat_templates_with_names_come_along(self, tmp_path: Path) -> None:
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+        (source / "additional_chat_templates" / "notes.txt").write_text("mine")
+        convert(source, tmp_path / "dcp", to="dcp")
+        report = convert(tmp_path / "dcp", tmp_path / "b", to="hf")
+        assert report.side_files == ("config.json", "tokenizer.json", "additional_chat_templates/tool_use.jinja")
+        convert(source, tmp_path / "b", to="hf", replace=True)
+        (template,) = (tmp_path / "b" / "additional_chat_templates").iterdir()
+        assert template.name == "tool_use.jinja" and template.read_text() == "{{ tools }}"
+
+    def test_chat_templates_that_lead_outside_are_not_copied(self, tmp_path: Path) -> None:
+        source = published(tmp_path / "a", {"a": torch.ones(2)})
+        (tmp_path / "templates").mkdir()
+        (tmp_path / "templates" / "tool_use.jinja").write_text("mine")
+        (source / "additional_chat_templates").symlink_to(tmp_path / "templates")
+        with pytest.raises(CheckpointDamaged, match="tool_use.jinja.*leads outside"):
+            convert(source, tmp_path / "b", to="hf")
+
     def test_of_a_lone_file_are_not_looked_for(self, tmp_path: Path) -> None:
         source = published(tmp_path / "a", {"a": torch.ones(2)})
         assert convert(source / "model.safetensors", tmp_path / "b", to="hf").side_files == ()

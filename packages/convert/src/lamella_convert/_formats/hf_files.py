@@ -10,9 +10,11 @@ from typing import Any, Final, cast
 import torch
 
 from lamella_checkpoint.extending import CHECKSUMS_FILE, MANIFEST_FILE
-from lamella_files import METADATA_FILE, CheckpointDamaged, are_sizes, read_json, unreadable
+from lamella_files import METADATA_FILE, CheckpointDamaged, are_sizes, read_json, sync, unreadable
 
 CONFIG_FILE: Final = "config.json"
+CHAT_TEMPLATES: Final = "additional_chat_templates"
+"""The folder in which transformers keeps a tokenizer's templates with names, such as `tool_use.jinja`."""
 _PUBLISHED_FILE: Final = "lamella_published.json"
 """In a checkpoint's folder of side files: the weights' names in the Hugging Face directory, with their shapes."""
 _OWN_FILES: Final = frozenset({_PUBLISHED_FILE, METADATA_FILE, MANIFEST_FILE, CHECKSUMS_FILE})
@@ -24,7 +26,9 @@ _DTYPE_KEYS: Final = frozenset({"dtype", "torch_dtype"})
 
 
 def side_files(directory: Path) -> Iterator[Path]:
-    """The files of a directory in the order of names, without weights, indices of weights and folders.
+    """The files of a directory in the order of names, without weights and indices of weights; then chat templates.
+
+    Other folders are left out.
 
     Raises:
         CheckpointDamaged: A link leads outside; a copy would publish its target.
@@ -33,8 +37,8 @@ def side_files(directory: Path) -> Iterator[Path]:
     """
     real = directory.resolve()
     # The hub's cache keeps the files outside the directories: snapshots/<revision>/<link to ../../blobs>.
-    allowed = (real, real.parent.parent / "blobs")
-    for file in sorted(directory.iterdir()):
+    allowed = (real, real / CHAT_TEMPLATES, real.parent.parent / "blobs")
+    for file in [*sorted(directory.iterdir()), *sorted((directory / CHAT_TEMPLATES).glob("*.jinja"))]:
         is_weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
         if not file.is_file() or is_weights or file.name in _OWN_FILES:
             continue
@@ -47,18 +51,24 @@ def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
     """Copy side files over files of the same names, and wait until the copies are on the disk.
 
     Returns:
-        The names of the files.
+        The paths of the files in the directory.
 
     Raises:
         CheckpointDamaged: The conditions of `side_files`.
     """
     copied = []
     for file in side_files(directory):
-        with file.open("rb") as source, (to / file.name).open("wb") as target:
+        path = file.relative_to(directory)
+        if path.parent.name and not (to / path.parent).is_dir():
+            (to / path.parent).mkdir()
+            sync(to)
+        with file.open("rb") as source, (to / path).open("wb") as target:
             shutil.copyfileobj(source, target)
             target.flush()
             os.fsync(target.fileno())
-        copied.append(file.name)
+        copied.append(path.as_posix())
+    if (to / CHAT_TEMPLATES).is_dir():
+        sync(to / CHAT_TEMPLATES)
     return tuple(copied)
 
 

@@ -13,7 +13,13 @@ from typing import Final
 import torch
 
 from lamella_checkpoint.extending import Manifest, write_dcp
-from lamella_convert._formats.hf_files import copy_side_files, read_config, write_config, write_published
+from lamella_convert._formats.hf_files import (
+    CHAT_TEMPLATES,
+    copy_side_files,
+    read_config,
+    write_config,
+    write_published,
+)
 from lamella_convert._formats.open import OpenCheckpoint, find_files
 from lamella_convert._formats.safetensors_write import MAX_SHARD_NBYTES
 from lamella_convert._formats.untrained import ORIGINALS_FILE
@@ -63,7 +69,7 @@ class Conversion:
         originals: Names, in the source, of tensors that lose bits in the target: norms stored around zero that were
             stored around one. Their values are kept beside the target, and return on the way back for unchanged
             elements.
-        side_files: Names of the copied side files.
+        side_files: Paths of the copied side files in their folder.
     """
 
     source: Path
@@ -255,7 +261,7 @@ def _manifest(opened: OpenCheckpoint, side_files: str | None) -> Manifest:
 
 
 def _check_replaceable(source: Path, to: Target, target: Path) -> None:
-    """Refuse to replace, and thereby delete, anything but a plain checkpoint without unrelated files."""
+    """Refuse to replace, and thereby delete, anything but a plain checkpoint without unrelated folders."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     problem = None
@@ -264,7 +270,8 @@ def _check_replaceable(source: Path, to: Target, target: Path) -> None:
     elif target.is_dir() == (to == "torch"):
         problem = "a directory" if target.is_dir() else "a file"
     elif target.is_dir():
-        folders = sorted(file.name for file in target.iterdir() if file.is_dir() and file.name != SIDE_FILES)
+        known = (SIDE_FILES, CHAT_TEMPLATES)
+        folders = sorted(file.name for file in target.iterdir() if file.is_dir() and file.name not in known)
         problem = f"folders: {', '.join(folders)}" if folders else None
     try:
         checkpoint_path = find_files(target)[0]
