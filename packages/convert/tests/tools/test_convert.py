@@ -300,6 +300,16 @@ def test_a_configuration_says_the_dtype_that_was_written(tmp_path: Path) -> None
     assert (tmp_path / "c" / "config.json").read_text() == (source / "config.json").read_text()
 
 
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_finite_values_that_become_infinite_are_reported(tmp_path: Path, to: Target) -> None:
+    values = torch.tensor([1e5, -7e4, 3.0, torch.inf, torch.nan], dtype=torch.bfloat16)
+    source = published(tmp_path / "a", {"wide": values, "narrow": torch.ones(2)})
+    report = convert(source, tmp_path / "b", to=to, dtype=torch.float16)
+    assert list(report.inexact.values()) == ["2 finite values are infinite in float16"]
+    assert next(iter(report.inexact)).endswith("wide")
+    assert convert(source, tmp_path / "c", to=to, dtype=torch.float32).inexact == {}
+
+
 class TestSideFiles:
     def test_are_kept_in_a_checkpoint_that_says_so(self, tmp_path: Path) -> None:
         convert(published(tmp_path / "a", {"a": torch.ones(2)}), tmp_path / "b", to="dcp")

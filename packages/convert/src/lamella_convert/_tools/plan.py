@@ -26,6 +26,7 @@ from lamella_convert._formats.open import Format, OpenCheckpoint
 from lamella_convert._formats.safetensors_write import stored_dtype
 from lamella_convert._formats.untrained import Completed
 from lamella_convert._tools.between import Between, Convention, convention_of, layers_along, route
+from lamella_convert._tools.overflows import CountedOverflows
 from lamella_convert._tools.published import Published, ties_of
 from lamella_convert._translation.megatron_args import EXPECTED_OBJECTS
 from lamella_convert._translation.torch_dist import is_of_buckets
@@ -104,7 +105,9 @@ class Plan:
     def inexact(self) -> dict[str, str]:
         """Reasons, by name, for tensors without an exact way back; for values, known after the read."""
         translated = [layer for layer in self.layers if isinstance(layer, Translated)]
-        return {**self.rounded, **{name: why for layer in translated for name, why in layer.inexact.items()}}
+        overflows = self.source.reasons if isinstance(self.source, CountedOverflows) else {}
+        reasons = {name: why for layer in translated for name, why in layer.inexact.items()}
+        return {**self.rounded, **reasons, **overflows}
 
     @cached_property
     def nbytes(self) -> int:
@@ -126,7 +129,7 @@ def plan_of(opened: OpenCheckpoint, wish: Wish, between: Between, published: Pub
     names = (name for name in written.tensors if name not in written_ties)
     dtypes = dtypes_of(written, names, wish.dtype, have_sections=wish.to != "hf")
     return Plan(
-        source=written,
+        source=written if wish.dtype is None else CountedOverflows(written),
         dtypes=dtypes,
         ties=written_ties,
         dropped_names=(*_unknown_names(layers), *_dropped_names(opened, wish, named)),
