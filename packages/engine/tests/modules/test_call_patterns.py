@@ -980,15 +980,26 @@ def test_a_tensor_computed_from_a_units_output_past_it_makes_no_wrong_gradients(
 
 
 class _HandingOver(Residual):
-    """Leaves its result in an attribute, and returns nothing."""
+    """Leaves its result in an attribute, and returns the result's values alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.result = super().forward(x)
+        return self.result.detach()
+
+
+class _HandingOverAlone(_HandingOver):
+    """Returns nothing."""
 
     def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
-        self.result = super().forward(x)
+        super().forward(x)
 
 
 class _HandingOverNet(Net):
+    block: type[nn.Module] = _HandingOver
+
     def make_layer(self, dim: int) -> nn.Module:
-        return _HandingOver(dim)
+        layer: nn.Module = self.block(dim)
+        return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -1010,6 +1021,51 @@ def test_a_backward_that_runs_beside_its_prefetched_gather_is_refused() -> None:
             model(X).square().mean().backward()
         pair = twins(_HandingOverNet, shard_on(reshard_after_forward=False))
         assert_trains_alike(*pair, mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)
+
+
+def test_a_unit_may_return_nothing_and_leave_its_result_in_an_attribute() -> None:
+    class HandingOverAloneNet(_HandingOverNet):
+        block = _HandingOverAlone
+
+    def check() -> None:
+        assert_trains_alike(*twins(HandingOverAloneNet), mean_square(lambda model: model(X)))
+
+    run_ranks(check, 2)
+
+
+class _Predicting(Residual):
+    """Leaves a prediction from its input in an attribute, and returns the input as it came."""
+
+    def forward(self, x: Any) -> Any:
+        self.prediction = super().forward(x["x"])
+        return x
+
+
+class _PredictingNet(Net):
+    def make_layer(self, dim: int) -> nn.Module:
+        return _Predicting(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer({"x": x})["x"]
+        predictions: list[Any] = [layer.prediction for layer in self.layers]
+        head: torch.Tensor = self.head(x + torch.stack(predictions).sum(0).mean())
+        return head
+
+
+def test_a_unit_may_return_its_input_and_leave_a_prediction_in_an_attribute() -> None:
+    """The input's gradient is complete behind the unit's backward: the hook on an output needs a node of its own."""
+
+    def check() -> None:
+        plain, model = twins(_PredictingNet)
+        log = record(model)
+        assert_trains_alike(plain, model, mean_square(lambda model: model(X)))
+        log.clear()
+        model(X).square().mean().backward()
+        assert log.units_of("gather").count("layers.1") == 2  # resharded between forward and backward
 
     run_ranks(check, 2)
 

@@ -179,6 +179,9 @@ def post_forward(state: FSDPState, module: nn.Module, args: Args, output: object
     output = _cast(output, state.output_dtype, "cast_forward_outputs")
     with label("post_forward", unit.parameters.name):
         is_watched = _watch_outputs(acting, (output, written) if written else output)
+        if is_watched is None:
+            output = map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, output)
+            is_watched = bool(_watch_outputs(acting, output))
         if unit.has_inner_call and _is_inner_call(unit, module):
             unit.end_inner_call(is_watched=is_watched)
             return output
@@ -214,12 +217,13 @@ def _is_inner_call(unit: Unit, module: nn.Module) -> bool:
     return num_calls == 2
 
 
-def _watch_outputs(state: FSDPState, output: object) -> bool:
+def _watch_outputs(state: FSDPState, output: object) -> bool | None:
     """Begin the unit's backward when the gradient of any output arrives.
 
     Returns:
-        Whether a hook will see backward begin. Without, as with all outputs inside an object of unknown kind, the unit
-        must stay unsharded until autograd is done.
+        Whether a hook will see backward begin. Without, as with all outputs inside an object of unknown kind or no
+        output at all, the unit must stay unsharded until autograd is done: tensors in attributes may reach the loss.
+        None for outputs that are the call's inputs: autograd runs their hooks behind the unit's backward.
     """
     if not torch.is_grad_enabled():
         return True
@@ -227,15 +231,19 @@ def _watch_outputs(state: FSDPState, output: object) -> bool:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         tensors = [form for tensor in tensors for form in _forms(tensor)]
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
+    are_inputs = bool(outputs)
     for tensor in outputs:  # by these hooks the graph holds the state: a reference back would keep activations
         tensor.register_hook(state.begin_backward)  # type: ignore[no-untyped-call]
         if (node := tensor.grad_fn) is not None:
             # Autograd runs the node with the highest number first. A tensor that forward computed last, and kept in an
             # attribute or a list, would else come before its outputs, and read parameters that no hook has gathered.
             node._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        are_inputs &= node.__class__ is _END_BACKWARD and node.state is state  # type: ignore[union-attr]
         if tensor._base is not None:
             _watch_base(state, tensor, tensor._base)
-    return bool(outputs) or not hides_tensors(output)
+    if are_inputs:
+        return None
+    return bool(outputs) or (bool(tensors) and not hides_tensors(output))
 
 
 def _watch_base(state: FSDPState, view: torch.Tensor, base: torch.Tensor) -> None:
@@ -301,6 +309,10 @@ class _EndBackward(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         # Forward returns inputs as they are: torch refuses tangents that are no views.
         return tuple(tangent if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+
+_END_BACKWARD = _EndBackward._backward_cls
+"""The class of the node in autograd's graph."""
 
 
 class _EndTransformedBackward(_EndBackward):
