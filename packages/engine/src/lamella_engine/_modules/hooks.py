@@ -238,7 +238,7 @@ def _watch_outputs(state: FSDPState, output: object) -> bool | None:
             # Autograd runs the node with the highest number first. A tensor that forward computed last, and kept in an
             # attribute or a list, would else come before its outputs, and read parameters that no hook has gathered.
             node._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        are_inputs &= node.__class__ is _END_BACKWARD and node.state is state  # type: ignore[union-attr]
+        are_inputs &= getattr(node, "state", None) is state  # of `_EndBackward`
         if tensor._base is not None:
             _watch_base(state, tensor, tensor._base)
     if are_inputs:
@@ -309,10 +309,6 @@ class _EndBackward(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         # Forward returns inputs as they are: torch refuses tangents that are no views.
         return tuple(tangent if tangent is None else tangent.view_as(tangent) for tangent in tangents)
-
-
-_END_BACKWARD = _EndBackward._backward_cls
-"""The class of the node in autograd's graph."""
 
 
 class _EndTransformedBackward(_EndBackward):
