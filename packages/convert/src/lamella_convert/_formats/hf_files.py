@@ -59,9 +59,7 @@ def copy_side_files(directory: Path, to: Path) -> tuple[str, ...]:
     copied = []
     for file in side_files(directory):
         path = file.relative_to(directory)
-        if path.parent.name and not (to / path.parent).is_dir():
-            (to / path.parent).mkdir()
-            sync(to)
+        (to / path.parent).mkdir(exist_ok=True)
         with file.open("rb") as source, (to / path).open("wb") as target:
             shutil.copyfileobj(source, target)
             target.flush()

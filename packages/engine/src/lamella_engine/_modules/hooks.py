@@ -179,7 +179,7 @@ def post_forward(state: FSDPState, module: nn.Module, args: Args, output: object
     output = _cast(output, state.output_dtype, "cast_forward_outputs")
     with label("post_forward", unit.parameters.name):
         is_watched = _watch_outputs(acting, (output, written) if written else output)
-        if is_watched is None:
+        if is_watched is None:  # else kept tensors would meet resharded parameters before any hook runs
             output = map_tensors(lambda tensor: tensor.view_as(tensor) if tensor.requires_grad else tensor, output)
             is_watched = bool(_watch_outputs(acting, output))
         if unit.has_inner_call and _is_inner_call(unit, module):
